@@ -3,14 +3,16 @@
 # make test-all  the same with all tests
 # make fuzz   many rounds of each fuzz test: FUZZ=N rounds
 #
-# Packages are installed in the versions of constraints.txt; `make test CONSTRAINTS=` installs the newest ones instead.
+# Packages are installed in the versions of constraints.txt; `make test CONSTRAINTS=` installs the newest ones that
+# pyproject.toml allows instead, and upgrades a VENV that has other ones.
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 VENV ?= .venv
 FUZZ ?= 3000
 BIN = $(VENV)/bin
 CHECKED = $(VENV)/checked
-INSTALLED = $(VENV)/.installed
+INSTALLED = $(VENV)/$(if $(CONSTRAINTS),.installed,.newest)
+INSTALL = $(BIN)/pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS),--upgrade --upgrade-strategy eager)
 
 .PHONY: demo test test-all fuzz check
 
@@ -25,7 +27,7 @@ test: check
 	$(BIN)/pytest -q -n 2 --dist worksteal
 
 test-all: check
-	$(BIN)/pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[test,ray]'
+	$(INSTALL) --editable '.[test,ray]'
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "slow or not slow"
 
 fuzz: $(INSTALLED)
@@ -44,5 +46,6 @@ check: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[test]'
+	rm -f $(VENV)/.installed $(VENV)/.newest
+	$(INSTALL) --editable '.[test]'
 	touch $@

@@ -1,4 +1,4 @@
-"""Evaluates one task in several configurations and at several concurrencies: accuracy and speed in one table.
+"""Evaluates tasks in several configurations and at several concurrencies: accuracy and speed in one table.
 
 The folder has the layout of a sweep, so that `report` and `compare` read it:
 
@@ -7,44 +7,55 @@ The folder has the layout of a sweep, so that `report` and `compare` read it:
     folder/CONFIGURATION/cN/rN/                  the results of one point, as of any evaluation
     folder/summary.md, summary.csv, summary.json all points in one table
 
-Every point answers all questions, or the first ones, as many for each concurrent request. All engines are loaded on one
-copy of the weights, and rounds are interleaved (A B C C B A at each concurrency). Points are kept as they finish; one
-that is interrupted starts over, because its throughput would be unknown.
+Several tasks have a folder each, folder/TASK. Every point answers all questions, or the first ones, as many for each
+concurrent request. All engines are loaded on one copy of the weights, and rounds are interleaved (A B C C B A at each
+concurrency). Points are kept as they finish; one that is interrupted starts over, because its throughput would be
+unknown.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config.engine_config import EngineConfig, Graphs
-from specbatch.errors import SpecbatchError, at_least, each_once, one_line, refuse, reporting
+from specbatch.config.engine_config import EngineConfig
+from specbatch.errors import SpecbatchError, at_least, each_once, refuse, reporting
 from specbatch.evals.finished import hash_of
-from specbatch.evals.grid_table import SUMMARY, Grid, Place
+from specbatch.evals.grid_table import SUMMARY, Grid, grid_of, load_grid
 from specbatch.evals.options import EvalOptions
-from specbatch.evals.report import EvalReport
-from specbatch.evals.run import PreparedEval, prepare
-from specbatch.files.atomic_file import write_json, writing
-from specbatch.files.text_files import read_json
-from specbatch.jobs.engine_groups import Load, LoadedGroup, in_batches, marginal_of
-from specbatch.progress.bars import NotedReport, Waves
-from specbatch.progress.point_times import PointWork
-from specbatch.records.bases import bases_of
-from specbatch.records.run_record import speculation_of
-from specbatch.records.store import RECORD
-from specbatch.records.sweep_plan import LEAST_PROMPTS, LEFT_OUT, PLAN, Point, check_plan, folder_name, points, save
+from specbatch.evals.run import PreparedEval, prepare, prepare_each
+from specbatch.evals.several import folder_of
+from specbatch.files.atomic_file import write_json
+from specbatch.progress.bars import NotedReport
+from specbatch.records.store import RECORD, load_record
+from specbatch.records.sweep_plan import (
+    LEFT_OUT,
+    PLAN,
+    Described,
+    Point,
+    check_plan,
+    folder_name,
+    points,
+)
+from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
+from specbatch.sweeps.run.loading import Configs, Log, loaded
+from specbatch.sweeps.run.runner import Measured, is_measured, save_measured
+from specbatch.sweeps.run.sweep import run_workloads
+from specbatch.sweeps.workload.defaults import LEAST_PROMPTS
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
+    from specbatch.replicas.cluster import Cluster
+    from specbatch.text.tokenizer import Tokenizer
 
 WARM_UP = 4  # questions, and on a GPU a full batch
 WARM_UP_TOKENS = 16  # of each answer
-Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -81,216 +92,247 @@ class GridOptions:
             return options
         return options.at_most(max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS))
 
+    def by_task(self) -> list[GridOptions]:
+        """The options of each of several tasks, with its own samples."""
+        names = self.task.names
+        if len(names) == 1:
+            return [self]
+        if len({folder_of(Path(), name) for name in names}) < len(names):
+            raise refuse(
+                "task", self.task.task, "has two tasks whose folders have the same name; evaluate one by itself"
+            )
+        found = []
+        for ready in prepare_each([replace(self.task, task=name, output=None) for name in names]):
+            own = {name: numbers for name, numbers in (self.task.samples or {}).items() if name in ready.task.tasks}
+            found.append(replace(self, task=replace(ready.options, samples=own or None)))
+        return found
 
-def run_grid(
+
+class Evaluation:
+    """The points of one task, as a `PointWorkload`.
+
+    failures   why points were not measured
+    refused    errors in the settings, which all points may have in common
+    """
+
+    kind, section = "an evaluation", ""
+
+    def __init__(self, options: GridOptions) -> None:
+        self.options = options
+        self.failures: dict[Point, str] = {}
+        self.refused: list[SpecbatchError] = []
+        self._prompts: dict[int, str] = {}  # by concurrency: the hash of the prompts of its points
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Evaluation, (self.options,)  # a worker of a cluster loads the task itself
+
+    @property
+    def concurrency(self) -> tuple[int, ...]:
+        return self.options.concurrency
+
+    @property
+    def repeats(self) -> int:
+        return self.options.repeats
+
+    @cached_property
+    def ready(self) -> PreparedEval:
+        """The loaded task."""
+        return prepare(replace(self.options.task, output=None))
+
+    def refuse_unfit(self, configs: Mapping[str, EngineConfig], folder: Path) -> None:
+        """Refuse, before any engine is loaded, a task that generates nothing or has no score, a folder with other
+        settings, and a `max_model_len` into which a question of a point that is left does not fit."""
+        task, name = self.ready.task, self.options.task.task
+        if task.scores_texts:
+            works = f"task {name} ({task.kind}) scores given texts, which decodes nothing"
+            raise refuse("configs", ", ".join(configs), f"{works}; leave it out, or use a task that generates")
+        if task.is_group and not any(one.has_aggregation for one in [*task.groups.values()][:1]):
+            raise refuse("task", name, "is a tag or group without a score of its own; name one of its tasks")
+        left = list(points(configs, self))
+        if not self.options.task.overwrite:
+            check_plan(folder, self.plan(configs), self.kind)
+            left = [point for point in left if not is_measured(point, folder)]
+        if not left:
+            return
+        largest = self._at(max(point.concurrency for point in left))  # has the questions of the other points, too
+        for config in {configs[one.configuration].max_model_len: configs[one.configuration] for one in left}.values():
+            largest.check_lengths(config)
+
+    def plan(self, configs: Mapping[str, Described]) -> dict[str, Any]:
+        task, definition = self.options.task, self.ready.task.definition
+        settings = {item.name: getattr(task, item.name) for item in fields(task)}
+        plan = {
+            "configurations": {name: config.as_dict() for name, config in configs.items()},
+            "concurrency": self.concurrency,
+            "repeats": self.repeats,
+            "prompts_per_concurrency": self.options.prompts_per_concurrency,
+            "eval": {
+                key: value for key, value in settings.items() if key not in ("output", "overwrite", "concurrency")
+            },
+            **({"definition": definition} if definition else {}),  # of a task of the user
+        }
+        found: dict[str, Any] = json.loads(json.dumps(plan, default=str))
+        return found
+
+    def requests(self, concurrency: int) -> int:
+        return sum(map(len, self.ready.task.chosen(self.options.at(concurrency)).values()))
+
+    def load(self, configs: Configs, log: Log | None, failed: Failed | None) -> AbstractContextManager[Engines]:
+        return loaded(engines_of(configs), log, None, failed)
+
+    def prepare(self, engines: Engines, tokenizer: Tokenizer) -> Evaluation:
+        return self  # lm-eval makes the prompts in each run
+
+    def check(self, name: str, engine: InferenceEngine, concurrency: int) -> None:
+        """Questions may wait for pages: only `max_running` is the user's to match."""
+
+    def warm_up(self, engine: InferenceEngine, concurrency: int) -> None:
+        """Answer a few questions, on a GPU a full batch and one more."""
+        ready = self._at(concurrency)
+        count = WARM_UP if engine.caps.get("device") == "cpu" else max(WARM_UP, concurrency + 1)
+        tokens = min(ready.options.max_new_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS)
+        few = replace(ready.options.at_most(count), max_new_tokens=tokens)
+        with self._noting_refusals():
+            replace(ready, options=few).run(engine)
+
+    def measure(self, engine: InferenceEngine, point: Point, count: Callable[[], None]) -> Measured:
+        """Answer the questions of a point. The workload of its record has what tables of sweeps show."""
+        engine.forget_prefixes()
+        with self._noting_refusals():
+            report = self._at(point.concurrency).run(engine, lambda *_: count())
+        answers = report.questions
+        report.record.workload |= {
+            "dataset": f"eval {report.task}",
+            "input_len": None,
+            "output_len": report.max_new_tokens,
+            "ignore_eos": False,
+            "rendered": report.chat_template,
+            "prompts": len(answers),
+            "distinct_prompts": len({row["prompt_hash"] for row in answers}),
+            "output_sha256": hash_of([row["token_ids"] for row in answers]),
+        }
+        return Measured(report.record, report.files())
+
+    def describe(self, concurrency: int) -> dict[str, Any]:
+        return {}  # no record is written without answers
+
+    def save(self, folder: Path, plan: dict[str, Any], point: Point, measured: Measured) -> None:
+        """Write the results of a point; of one that has failed keep why.
+
+        Refused: a task with other prompts in each run, whose answers cannot be compared.
+        """
+        record = measured.record
+        if record.error is not None:
+            self.failures[point] = record.error
+            return
+        if point.concurrency not in self._prompts:
+            others = [*folder.glob(f"*/c{point.concurrency}/r*/{RECORD}")]
+            first = load_record("output", others[0].parent) if others else record
+            self._prompts[point.concurrency] = first.workload["prompts_sha256"]
+        if record.workload["prompts_sha256"] != self._prompts[point.concurrency]:
+            works = (
+                "builds different prompts in each run; use another task, or run each configuration by itself with "
+                "--spec"
+            )
+            raise refuse("task", self.options.task.task, works)
+        save_measured(folder, plan, point, measured)
+
+    def more_points(self, configs: Iterable[str], folder: Path) -> list[Point]:
+        return []
+
+    def _at(self, concurrency: int) -> PreparedEval:
+        """The task with the questions of a point."""
+        return replace(self.ready, options=self.options.at(concurrency))
+
+    @contextmanager
+    def _noting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except SpecbatchError as error:
+            self.refused.append(error)
+            raise
+
+
+def run_grids(
     configs: Mapping[str, EngineConfig],
-    load: Load,
-    options: GridOptions,
+    tasks: Sequence[GridOptions],
     folder: Path,
     *,
-    failed: dict[str, str],
+    left_out: Mapping[str, str] | None = None,
+    cluster: Cluster | None = None,
     log: Log | None = None,
-    progress: NotedReport | None = None,
-) -> Grid:
-    """Evaluate every point that is not finished in `folder`, which exists, and write the table of all.
+    report: NotedReport | None = None,
+) -> dict[str, Grid]:
+    """Evaluate every point that is not finished in `folder`, which exists, and write the table of all. By task; several
+    have a folder each.
 
-    load    opens the engines of some configurations; not called if nothing is left
-    failed  why a configuration has no engine, which `load` may add to. Its points are left out and the others go on, as
-            after a point that fails; the same call runs them again
+    left_out  why some configurations are not among these. An engine that cannot be built and a point that fails are
+              left out, too, and the others go on; the same call runs them again
+    cluster   its workers measure the points; None: this process does
 
-    Refused: a folder with other settings, tasks that generate nothing, and what is refused at all points.
+    Refused: what `Evaluation.refuse_unfit` refuses, and what is refused at all points.
     """
-    ready = prepare(replace(options.task, output=None))
-    if ready.task.scores_texts:
-        works = f"task {options.task.task} ({ready.task.kind}) scores given texts, which decodes nothing"
-        raise refuse("configs", ", ".join(configs), f"{works}; leave it out, or use a task that generates")
-    if ready.task.is_group and not any(one.has_aggregation for one in [*ready.task.groups.values()][:1]):
-        raise refuse("task", options.task.task, "is a tag or group without a score of its own; name one of its tasks")
-    if log is not None:
-        log(f"data: {ready.task.data_source}")
-        if ready.task.warning:
-            log(f"warning: {ready.task.warning}")
-    plan, every = _plan(configs, options, ready.task.definition), list(points(configs, options))
-    if options.task.overwrite:
-        _remove(folder, configs)
-    check_plan(folder, plan, "an evaluation")
-    found: dict[Point, EvalReport] = {}
+    every = evaluations(configs, tasks, folder)
+    for own, evaluation in every.items():
+        if log is not None:
+            of = f"{evaluation.ready.task.name}: " if len(every) > 1 else ""
+            log(f"{of}data: {evaluation.ready.task.data_source}")
+            if evaluation.ready.task.warning:
+                log(f"{of}warning: {evaluation.ready.task.warning}")
+        if evaluation.options.task.overwrite:
+            _remove(own, configs)
+    failed, grids = Failed(), dict[str, Grid]()
 
-    def grid() -> Grid:
-        reports: dict[Place, list[EvalReport]] = {}
-        for point in filter(found.__contains__, every):
-            reports.setdefault((point.concurrency, point.configuration), []).append(found[point])
-        return _grid(reports, configs, failed, options.repeats)
+    def kept() -> str:
+        each = [point.is_finished(own) for own, one in every.items() for point in points(configs, one)]
+        return f"kept {sum(each)} of {len(each)} points in {folder}; the same command with this --out continues"
 
-    with reporting(lambda: _kept(len(found), len(every), folder)):
+    with reporting(kept):
         try:
-            _run(every, configs, load, ready, options, plan, folder, found, failed, log, progress)
+            run_workloads(configs, every, failed=failed, cluster=cluster, log=log, report=report)
         finally:
-            if found:
-                write_json(folder / LEFT_OUT, failed)
-                grid().save(folder)
-    return grid()
+            for own, evaluation in every.items():
+                name = evaluation.options.task.task
+                grids[name] = _grid(configs, evaluation, own, {**(left_out or {}), **failed})
+    for evaluation in every.values():
+        reasons = {str(error) for error in evaluation.refused}
+        if evaluation.failures.keys() == {*points(configs, evaluation)} and {*evaluation.failures.values()} == reasons:
+            raise evaluation.refused[0]  # what all points have in common is in the settings
+    return grids
 
 
-def load_grid(folder: Path) -> Grid:
-    """The finished points of an evaluation in `folder`, from disk, and why others were left out.
-
-    Refused: results that cannot be read.
-    """
-    plan = read_json("folder", folder / PLAN, "name the folder of an evaluation of several configurations")
-    configs = {
-        name: EngineConfig(speculation=speculation_of(settings["speculation"]), graphs=Graphs(**settings["graphs"]))
-        for name, settings in plan["configurations"].items()
-    }
-    reports: dict[Place, list[EvalReport]] = {}
-    for concurrency, name in product(plan["concurrency"], configs):
-        point = folder / folder_name(name) / f"c{concurrency}"
-        repeats = sorted(point.glob(f"r*/{RECORD}"), key=lambda path: int(path.parent.name[1:]))
-        if repeats:
-            reports[concurrency, name] = [EvalReport.load(path.parent) for path in repeats]
-    left_out = folder / LEFT_OUT
-    return _grid(reports, configs, read_json("folder", left_out) if left_out.exists() else {}, plan["repeats"])
+def evaluations(
+    configs: Mapping[str, EngineConfig], tasks: Sequence[GridOptions], folder: Path
+) -> dict[Path, Evaluation]:
+    """The evaluation of each task, by its folder. Refused: what `Evaluation.refuse_unfit` refuses."""
+    every = {own: Evaluation(options) for own, options in zip(_folders(tasks, folder), tasks, strict=True)}
+    for own, evaluation in every.items():
+        evaluation.refuse_unfit(configs, own)
+    return every
 
 
-def _grid(
-    reports: dict[Place, list[EvalReport]],
-    configs: Mapping[str, EngineConfig],
-    failed: dict[str, str],
-    asked: int,
-) -> Grid:
-    """Without the repeats in which every request failed, which are left out by name."""
-    left_out = dict(failed)
-    known: dict[Place, list[EvalReport]] = {}
-    for (concurrency, name), repeats in reports.items():
-        for number, report in enumerate(repeats, start=1):
-            if report.record.error is None:
-                known.setdefault((concurrency, name), []).append(report)
-            else:
-                place = f"{name} at concurrency {concurrency}, repeat {number} of {len(repeats)}"
-                left_out[place] = report.record.error
-    return Grid(known, bases_of(configs), left_out, asked)
+def load_grids(tasks: Sequence[GridOptions], folder: Path) -> dict[str, Grid]:
+    """The tables that `run_grids` has written, by task, from the records on disk."""
+    each = zip(_folders(tasks, folder), tasks, strict=True)
+    return {options.task.task: load_grid(own) for own, options in each if (own / PLAN).exists()}
 
 
-def _run(
-    every: list[Point],
-    configs: Mapping[str, EngineConfig],
-    load: Load,
-    ready: PreparedEval,
-    options: GridOptions,
-    plan: dict[str, Any],
-    folder: Path,
-    found: dict[Point, EvalReport],
-    failed: dict[str, str],
-    log: Log | None,
-    progress: NotedReport | None,
-) -> None:
-    """Add the report of each point to `found`: of finished points from disk, of the others from an engine."""
-    for point in every:
-        if point.is_finished(folder):
-            found[point] = EvalReport.load(point.folder(folder), "output")
-    left = [point for point in every if point not in found]
-    if found and log is not None:
-        log(f"{len(found)} of {len(every)} points are finished")
-    if not left:
-        return
-    _check_lengths(left, configs, ready, options)
-    warm, refused = set[tuple[int, str, int]](), list[Exception]()
-    loads = {
-        point: PointWork(
-            sum(map(len, ready.task.chosen(options.at(point.concurrency)).values())),
-            point.concurrency,
-            point.configuration,
-        )
-        for point in left
-    }
-    waves = Waves(progress, loads.values(), marginal=marginal_of(configs))
-    with LoadedGroup(configs, load, failed) as loaded:
-        for group, point in [(group, point) for group, own in in_batches(left, loaded.groups) for point in own]:
-            engines = loaded.engines(group)
-            name, place = point.configuration, f"{point.configuration} at concurrency {point.concurrency}"
-            if name not in engines or place in failed:
-                waves.finish(*loads[point])
-                continue
-            ours = replace(ready, options=options.at(point.concurrency))
-            try:
-                if (point.concurrency, name, loaded.count) not in warm:
-                    _warm_up(ours, engines[name])
-                    warm.add((point.concurrency, name, loaded.count))
-                engines[name].forget_prefixes()
-                waves.begin()
-                report = ours.run(engines[name], lambda *_: waves.add(point.concurrency, name=name))  # noqa: B023
-            except Exception as error:
-                reason = one_line(error)
-                if log is not None and reason not in failed.values():
-                    log(f"failed: {place}: {reason}")
-                failed[place] = reason
-                refused.append(error)
-                continue
-            finally:
-                waves.finish(*loads[point])
-            _check_prompts([*(found[one] for one in found if one.concurrency == point.concurrency), report])
-            _keep(report, point, plan, folder)
-            found[point] = report
-    if not found and {*failed.values()} == {str(error) for error in refused if isinstance(error, SpecbatchError)}:
-        raise refused[0]  # what all points have in common is in the settings
+def _folders(tasks: Sequence[GridOptions], folder: Path) -> list[Path]:
+    names = [options.task.task for options in tasks]
+    return [folder if len(names) == 1 else folder_of(folder, name) for name in names]
 
 
-def _check_lengths(
-    left: list[Point], configs: Mapping[str, EngineConfig], ready: PreparedEval, options: GridOptions
-) -> None:
-    """Refuse a `max_model_len` into which a question does not fit, before all engines are loaded."""
-    largest = max(left, key=lambda point: point.concurrency)  # its questions include those of the other points
-    ready = replace(ready, options=options.at(largest.concurrency))
-    for config in {configs[point.configuration].max_model_len: configs[point.configuration] for point in left}.values():
-        ready.check_lengths(config)
-
-
-def _check_prompts(reports: list[EvalReport]) -> None:
-    """Refuse a task with other prompts in each run: their answers cannot be compared."""
-    if len({report.prompts_sha256 for report in reports}) > 1:
-        works = (
-            "builds different prompts in each run; use another task, or run each configuration by itself with --spec"
-        )
-        raise refuse("task", reports[0].task, works)
-
-
-def _keep(report: EvalReport, point: Point, plan: dict[str, Any], folder: Path) -> None:
-    """Write the results of a point, its record last: a point with a record is finished. The workload has what tables of
-    sweeps show."""
-    answers = report.questions
-    report.record.workload |= {
-        "dataset": f"eval {report.task}",
-        "input_len": None,
-        "output_len": report.max_new_tokens,
-        "ignore_eos": False,
-        "rendered": report.chat_template,
-        "prompts": len(answers),
-        "distinct_prompts": len({row["prompt_hash"] for row in answers}),
-        "output_sha256": hash_of([row["token_ids"] for row in answers]),
-    }
-    with writing(folder):
-        point.folder(folder).mkdir(parents=True, exist_ok=True)
-    report.save_answers(point.folder(folder))
-    save(folder, plan, point, report.record)
-
-
-def _plan(configs: Mapping[str, EngineConfig], options: GridOptions, definition: str) -> dict[str, Any]:
-    """Everything that the points are made from, as JSON. definition: of a task of the user."""
-    settings = {item.name: getattr(options.task, item.name) for item in fields(options.task)}
-    plan = {
-        "configurations": {name: config.as_dict() for name, config in configs.items()},
-        "concurrency": options.concurrency,
-        "repeats": options.repeats,
-        "prompts_per_concurrency": options.prompts_per_concurrency,
-        "eval": {key: value for key, value in settings.items() if key not in ("output", "overwrite", "concurrency")},
-        **({"definition": definition} if definition else {}),
-    }
-    found: dict[str, Any] = json.loads(json.dumps(plan, default=str))
-    return found
-
-
-def _kept(finished: int, points: int, folder: Path) -> str:
-    return f"kept {finished} of {points} points in {folder}; the same command with this --out continues"
+def _grid(configs: Mapping[str, EngineConfig], evaluation: Evaluation, folder: Path, left_out: dict[str, str]) -> Grid:
+    """The table of the points that are finished, which is also written. left_out: configurations without an engine."""
+    for point, reason in evaluation.failures.items():
+        if point.configuration not in left_out:
+            left_out[f"{point.configuration} at concurrency {point.concurrency}"] = reason
+    if not any(point.is_finished(folder) for point in points(configs, evaluation)):
+        return grid_of({}, configs, left_out, evaluation.repeats)
+    write_json(folder / LEFT_OUT, left_out)
+    grid = load_grid(folder)
+    grid.save(folder)
+    return grid
 
 
 def _remove(folder: Path, configs: Mapping[str, EngineConfig]) -> None:
@@ -299,13 +341,3 @@ def _remove(folder: Path, configs: Mapping[str, EngineConfig]) -> None:
         shutil.rmtree(folder / folder_name(name), ignore_errors=True)
     for name in (PLAN, LEFT_OUT, *SUMMARY):
         (folder / name).unlink(missing_ok=True)
-
-
-def _warm_up(ready: PreparedEval, engine: InferenceEngine) -> None:
-    """Answer a few questions before measuring, on a GPU a full batch and one more, so that compilation at first use
-    does not slow the first point down."""
-    options = ready.options
-    count = WARM_UP if engine.caps.get("device") == "cpu" else max(WARM_UP, (options.concurrency or 0) + 1)
-    tokens = min(options.max_new_tokens or WARM_UP_TOKENS, WARM_UP_TOKENS)
-    few = replace(options.at_most(count), max_new_tokens=tokens)
-    replace(ready, options=few).run(engine)

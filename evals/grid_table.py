@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from specbatch.config.engine_config import Graphs
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.evals.report import EvalReport
 from specbatch.files.atomic_file import write_atomic, write_json
+from specbatch.files.text_files import read_json
 from specbatch.records.answers import Score
+from specbatch.records.bases import bases_of
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS
+from specbatch.records.run_record import speculation_of
 from specbatch.records.runs import Replicates
+from specbatch.records.store import RECORD
+from specbatch.records.sweep_plan import LEFT_OUT, PLAN, folder_name
 from specbatch.records.verdicts import ONE_REPEAT, speedup_of
 
 SUMMARY = ("summary.md", "summary.csv", "summary.json")
@@ -177,6 +183,45 @@ class Grid:
         if not names:
             return ""
         return f" Deterministic: {'yes' if len(names) == len(found) else ', '.join(names)}."
+
+
+def load_grid(folder: Path) -> Grid:
+    """The finished points of an evaluation in `folder`, from disk, and why others were left out.
+
+    Refused: results that cannot be read.
+    """
+    plan = read_json("folder", folder / PLAN, "name the folder of an evaluation of several configurations")
+    configs = {
+        name: EngineConfig(speculation=speculation_of(settings["speculation"]), graphs=Graphs(**settings["graphs"]))
+        for name, settings in plan["configurations"].items()
+    }
+    reports: dict[Place, list[EvalReport]] = {}
+    for concurrency, name in product(plan["concurrency"], configs):
+        point = folder / folder_name(name) / f"c{concurrency}"
+        repeats = sorted(point.glob(f"r*/{RECORD}"), key=lambda path: int(path.parent.name[1:]))
+        if repeats:
+            reports[concurrency, name] = [EvalReport.load(path.parent) for path in repeats]
+    left_out = folder / LEFT_OUT
+    return grid_of(reports, configs, read_json("folder", left_out) if left_out.exists() else {}, plan["repeats"])
+
+
+def grid_of(
+    reports: dict[Place, list[EvalReport]],
+    configs: Mapping[str, EngineConfig],
+    failed: dict[str, str],
+    asked: int,
+) -> Grid:
+    """The table of these reports, without the repeats in which every request failed, which are left out by name."""
+    left_out = dict(failed)
+    known: dict[Place, list[EvalReport]] = {}
+    for (concurrency, name), repeats in reports.items():
+        for number, report in enumerate(repeats, start=1):
+            if report.record.error is None:
+                known.setdefault((concurrency, name), []).append(report)
+            else:
+                place = f"{name} at concurrency {concurrency}, repeat {number} of {len(repeats)}"
+                left_out[place] = report.record.error
+    return Grid(known, bases_of(configs), left_out, asked)
 
 
 def _differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

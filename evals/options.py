@@ -77,7 +77,9 @@ class EvalOptions:
         "texts, also to rendered chat prompts, unless they begin with it.",
     )
     truncate_prompts: bool = setting(
-        False, "Drop the beginning of prompts that are too long, as lm-eval does, instead of refusing them."
+        False,
+        "Drop the beginning of prompts that are too long, as lm-eval does, instead of refusing them.",
+        flags=("--truncate-prompts",),
     )
     think_end_token: str | None = setting(
         None, "Text that ends reasoning, if the model's own is not known: stop strings apply to what follows."
@@ -100,11 +102,14 @@ class EvalOptions:
         "Resamples for the standard error of a metric that is no mean, such as perplexity. 0: no standard errors.",
         whole(0),
     )
-    predict_only: bool = setting(False, "Save the answers without scoring them.")
-    write_out: bool = setting(False, "Print the prompt and the target of the first question of each task.")
+    predict_only: bool = setting(False, "Save the answers without scoring them.", flags=("--predict-only",))
+    write_out: bool = setting(
+        False, "Print the prompt and the target of the first question of each task.", flags=("--write-out",)
+    )
     confirm_run_unsafe_code: bool = setting(
         False,
         "Run Python of --include-path and of tasks that execute the model's answers (humaneval), without a sandbox.",
+        flags=("--confirm-run-unsafe-code",),
     )
     include_path: tuple[Path, ...] = ()
     samples: Mapping[str, Sequence[int]] | None = None

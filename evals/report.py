@@ -204,17 +204,19 @@ class EvalReport(EvalAnswers):
     def save(self, folder: Path) -> None:
         """Write record.json, requests.jsonl, questions.jsonl, summary.md and summary.csv into an existing folder, the
         record last."""
-        self.save_answers(folder)
+        for name, content in self.files().items():
+            write_atomic(folder / name, content)
         self.record.save(folder)
 
-    def save_answers(self, folder: Path) -> None:
-        """Write questions.jsonl, summary.md and summary.csv."""
+    def files(self) -> dict[str, str]:
+        """The files beside the record, by name: questions.jsonl, summary.md and summary.csv."""
         import pandas
 
-        rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.questions)
-        write_atomic(folder / QUESTIONS, rows)
-        write_atomic(folder / "summary.md", self.table() + "\n")
-        write_atomic(folder / "summary.csv", pandas.DataFrame(self.flat()).to_csv(index=False))
+        return {
+            QUESTIONS: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.questions),
+            "summary.md": self.table() + "\n",
+            "summary.csv": pandas.DataFrame(self.flat()).to_csv(index=False),
+        }
 
     def flat(self) -> list[dict[str, Any]]:
         """One row per score, with everything in the tables."""

@@ -10,7 +10,7 @@ from specbatch.evals.likelihoods import likelihood_fields
 from specbatch.evals.task import GENERATING, EvalTask
 from specbatch.evals.unparsed import unparsed_share
 from specbatch.records.answers import Score
-from specbatch.records.metrics import Better
+from specbatch.records.metric import Better
 
 BYPASS = "bypass"  # lm-eval's metric of answers that are not scored
 _LONG = ("itl_s", "emitted_histogram", "acceptance")  # details that are only in requests.jsonl, at the same index

@@ -57,7 +57,7 @@ def prepare_several(options: EvalOptions) -> dict[str, PreparedEval]:
     if len(names) == 1:
         ready = prepare(options)
         return {ready.task.name: ready}
-    folders = [None if output is None else _folder(output, name) for name in names]
+    folders = [None if output is None else folder_of(output, name) for name in names]
     if output is not None and has_results(output, []):
         raise refuse("output", str(output), "has the results of one task; name a new folder for several")
     if output is not None and len({*folders}) < len(folders):
@@ -93,7 +93,7 @@ def folders_of(every: Iterable[PreparedEval]) -> Iterator[None]:
 
 def has_results(folder: Path, names: Sequence[str]) -> bool:
     """Whether `folder` has results of a run of these tasks, which may be interrupted."""
-    folders = [folder, *(_folder(folder, name) for name in names)] if len(names) > 1 else [folder]
+    folders = [folder, *(folder_of(folder, name) for name in names)] if len(names) > 1 else [folder]
     return any((own / name).exists() for own in folders for name in (PARTIAL, RECORD))
 
 
@@ -101,5 +101,6 @@ def _is_interrupted(folder: Path | None) -> bool:
     return folder is not None and (folder / PARTIAL).exists()
 
 
-def _folder(output: Path, name: str) -> Path:
+def folder_of(output: Path, name: str) -> Path:
+    """Of the results of one of several tasks."""
     return output / folder_name(Path(name).stem if name.endswith((".yaml", ".yml")) else name)

@@ -7,8 +7,9 @@ An operation is declared once, next to its reference:
 Callers only know `rms_norm`. Triton is imported with the first call that needs the kernel.
 
 In deterministic mode (`use_deterministic`) the bits of a row do not depend on the rows that are computed with it. Most
-references have this property once their sums, exponentials and GEMMs do, see `common/rowwise` and `gemm/fixed_rows`.
-An operation whose algorithm depends on the number of rows declares implementations of its own for this mode.
+references have this property once their sums, exponentials and GEMMs do, see `common/rowwise` and
+`gemm/deterministic/fixed_rows`. An operation whose algorithm depends on the number of rows declares implementations of
+its own for this mode.
 """
 
 from __future__ import annotations

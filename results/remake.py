@@ -1,6 +1,6 @@
-"""Makes published tables again from the records that are kept beside them, in `records.tar.xz`.
+"""Makes published tables again from the records beside them (`records.tar.xz`), and the README.md of every folder.
 
-    python results/remake.py            # replace tables that differ, in all folders here
+    python results/remake.py            # replace tables and pages that differ, in all folders here
     python results/remake.py --check    # only name them, and exit with status 1
 
 Numbers that differ by less than 1e-9 of their size are equal: the last digits of an interval depend on the version of
@@ -16,17 +16,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from specbatch.evals.grid import load_grid
-from specbatch.evals.grid_table import SUMMARY
+from pages import ARCHIVE, PAGE, pages
+
+from specbatch.evals.grid_table import SUMMARY, load_grid
 from specbatch.records.answers import is_evaluated
 from specbatch.records.archive import unpacked
 from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.sweeps.bench.tables import write_tables
+from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.report import table_files
-from specbatch.sweeps.report.tables import load_records
 
 RESULTS = Path(__file__).parent
-ARCHIVE = "records.tar.xz"
 
 
 def tables_of(archive: Path) -> dict[str, str]:
@@ -56,20 +56,28 @@ def is_same(table: str, text: str) -> bool:
     return all(math.isclose(float(a), float(b), rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(old, new, strict=True))
 
 
+def made() -> Iterator[tuple[Path, str]]:
+    """All tables, then all pages, with what the records make of them."""
+    for archive in sorted(RESULTS.rglob(ARCHIVE)):
+        yield from remade(archive)
+    yield from pages(RESULTS).items()
+
+
 def main() -> int:
     """The exit status."""
     check = "--check" in sys.argv[1:]
-    count = differ = 0
-    for archive in sorted(RESULTS.rglob(ARCHIVE)):
-        for table, text in remade(archive):
-            count += 1
-            if not is_same(table.read_text(encoding="utf-8"), text):
-                differ += 1
-                print(f"{table.relative_to(RESULTS)} {'differs' if check else 'is made again'}")
-                if not check:
-                    table.write_text(text, encoding="utf-8")
+    tables = written = differ = 0
+    for path, text in made():
+        is_page = path.name == PAGE
+        tables, written = tables + (not is_page), written + is_page
+        old = path.read_text(encoding="utf-8") if path.exists() else ""
+        if old != text if is_page else not is_same(old, text):
+            differ += 1
+            print(f"{path.relative_to(RESULTS)} {'differs' if check else 'is made again'}")
+            if not check:
+                path.write_text(text, encoding="utf-8")
     if not differ:
-        print(f"all {count} tables are those of their records")
+        print(f"all {tables} tables and {written} pages are those of their records")
     return int(check and differ > 0)
 
 

@@ -20,7 +20,7 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.intervals import sample
 from specbatch.records.markdown import markdown_table
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.tables import load_records
+from specbatch.sweeps.report.points import load_records
 
 COLUMNS = ("dataset", "configuration", "accept_length")
 HEADINGS = ("dataset", "configuration", "published", "measured", "95% interval", "draft", "requests")

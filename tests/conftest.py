@@ -29,6 +29,8 @@ from typer.main import get_command
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
+from specbatch.models.formats.format import Format
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
 from specbatch.models.heads.dspark import DSparkConfig
@@ -50,6 +52,12 @@ typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 # A shell has what it runs in the background ignore interruptions, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def stay_quantized(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`stay_quantized()`: weights stay quantized on a CPU, too, as on a GPU; `stay_quantized(False)`: nowhere."""
+    return lambda keeps=True: monkeypatch.setattr(Format, "runs_on", staticmethod(lambda device: keeps))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -148,7 +156,7 @@ class ToyCheckpoint:
             self.tensors["lm_head.weight"] = torch.randn(vocabulary, 32, generator=generator) * 0.2
 
     def names(self) -> list[str]:
-        return list(self.config.tensor_shapes())
+        return list(tensor_shapes(self.config))
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -207,7 +215,7 @@ def random_tensors(config: ModelConfig, generator: torch.Generator) -> dict[str,
         key: torch.randn(shape, generator=generator) * (1.2 / math.sqrt(shape[-1]))
         if len(shape) > 1
         else torch.rand(shape, generator=generator) + 0.5
-        for key, shape in config.tensor_shapes().items()
+        for key, shape in tensor_shapes(config).items()
     }
 
 
@@ -339,3 +347,9 @@ def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
     return Targets(tmp_path_factory.mktemp("heads"))
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time of a report."""
+    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])

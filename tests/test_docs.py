@@ -46,7 +46,9 @@ def found(page: Path) -> list[list[str]]:
     return whole + [shlex.split(line)[1:] for line in inline]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "results" / "README.md"], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "results").rglob("about.md"))], ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_commands_parse(page: Path) -> None:
     """Names and values of options are those that the command takes."""
     group = typer.main.get_command(app)
@@ -93,14 +95,35 @@ def numbers(text: str) -> set[str]:
     return {number.replace(",", "") for number in found if len(re.sub(r"\D", "", number)) >= 3}
 
 
+def test_index_of_the_docs_has_every_page() -> None:
+    text = (ROOT / "docs" / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if page.name != "README.md" and f"]({page.name})" not in text] == []
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) <= 9216
+
+
+def test_sweep_of_the_readme_is_in_results() -> None:
+    """The rows and sentences are those of the table that the section names."""
+    section = (ROOT / "README.md").read_text().partition("## Sweep\n")[2].partition("\n## ")[0]
+    (named,) = re.findall(r"\]\((results/[^)]*)README.md\)", section)
+    table = {re.sub(" +", " ", line) for line in (ROOT / named / "summary.md").read_text().splitlines()}
+    shown = [line for line in section.splitlines() if line.startswith(("| ", "Concurrency"))]
+    assert len(shown) > 6
+    assert [line for line in shown if line not in table] == []
+
+
 def test_numbers_in_the_readme_are_in_results() -> None:
-    """Exact or rounded."""
+    """Exact or rounded. So are those of the page of results."""
     text = (ROOT / "README.md").read_text()
-    claims = text[text.index("## Why") : text.index("## Install")]
-    claims += text[text.index("## Results") : text.index("## What is supported")]
+    claims = text[: text.index("## Install")] + text[text.index("## Three engines") : text.index("## How it works")]
+    claims += (ROOT / "docs" / "results-at-a-glance.md").read_text()
     tables = [path for kind in ("md", "csv") for path in (ROOT / "results").glob(f"*/**/*.{kind}")]
-    measured = {value for path in tables for value in re.findall(r"\d+(?:\.\d+)?", path.read_text())}
-    rounded = {digits: {round(value, digits) for value in map(float, measured)} for digits in range(4)}
+    tables = [path for path in tables if path.name not in ("README.md", "about.md")]
+    found = {float(value) for path in tables for value in re.findall(r"\d+(?:\.\d+)?", path.read_text())}
+    measured = found | {100 * value for value in found if value < 1}  # scores, in percent
+    rounded = {digits: {round(value, digits) for value in measured} for digits in range(4)}
     for number in numbers(claims):
         digits = len(number.partition(".")[2])
         assert float(number) in rounded[digits], number

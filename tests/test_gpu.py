@@ -156,7 +156,7 @@ def test_draft_lengths_change_without_a_wait(
     assert [tuple(item.token_ids) for item in engine.generate(prompts, params)] == expected
     assert all(seconds > 0 for row in engine.caps["draft_length_s"].values() for seconds in row.values())
     chance = random.Random(1)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, *self.lengths]))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, *self.draft_lengths]))
     engine.generate(prompts, params)  # compiles the remaining kernels
     engine.reset_record()
     torch.cuda.set_sync_debug_mode("error")
@@ -356,7 +356,7 @@ def test_an_fp8_kv_cache_of_recurrent_targets(name: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("algorithm", ["none", "ngram-tree", "eagle3"])
 def test_mxfp4_experts_give_the_tokens_of_dequantized_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
+    tmp_path: Path, stay_quantized: Callable[..., None], algorithm: str
 ) -> None:
     few = {"num_hidden_layers": 4, "vocab_size": 500, "num_local_experts": 8, "eos_token_id": None}
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["gpt-oss-20b"] | few))
@@ -368,7 +368,7 @@ def test_mxfp4_experts_give_the_tokens_of_dequantized_ones(
     drafting = replace(asked, speculation=SPECULATIONS[algorithm], graphs=GRAPHS["graphs"])
     tokens = []
     for keeps, config in ((False, asked), (True, drafting)):
-        monkeypatch.setattr("specbatch.models.layers.blocks.keeps_mxfp4", lambda device, keeps=keeps: keeps)
+        stay_quantized(keeps)
         with Engine(config) as engine:
             done = engine.generate(prompts, SamplingParams(max_new_tokens=30))
             tokens.append([item.token_ids for item in done])

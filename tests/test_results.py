@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +10,10 @@ from types import ModuleType
 
 import pytest
 
+from specbatch.records.run_record import RunRecord
+
 RESULTS = Path(__file__).parents[1] / "results"
+ABOUT = "about.md"
 ARCHIVES = sorted(RESULTS.rglob("*.tar.xz"))
 MOST_BYTES = 3_000_000  # of one archive: 60 bytes per request
 QUICK_BYTES = 40_000  # of one whose tables are remade in the quick tests
@@ -19,12 +22,15 @@ REPEATED = re.compile(r"-[2-9]$")  # folders of runs that repeat another one
 
 @pytest.fixture(scope="module")
 def remake() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("remake", RESULTS / "remake.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(RESULTS)
+        return importlib.import_module("remake")
+
+
+@pytest.fixture(scope="module")
+def pages(remake) -> dict[Path, str]:
+    """The text of every page by its path."""
+    return remake.pages(RESULTS)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,7 @@ def test_tables_are_what_their_records_make(remake, archive) -> None:
     found = list(remake.remade(archive))
     assert {path.suffix for path, _ in found} >= {".md", ".csv"}
     tables = {path for path in archive.parent.rglob("*") if path.suffix in (".md", ".csv", ".json")}
-    assert {path for path, _ in found} == tables
+    assert {path for path, _ in found} == tables - {archive.with_name(name) for name in (remake.PAGE, ABOUT)}
     for path, text in found:
         assert remake.is_same(path.read_text(), text), f"{path} is not what its records make"
 
@@ -53,24 +59,52 @@ def test_tables_are_what_their_records_make(remake, archive) -> None:
 def test_an_edited_number_is_found(remake, tmp_path, monkeypatch, capsys) -> None:
     source = ARCHIVES[0].parent
     shutil.copytree(source, tmp_path / "copy")
+    (tmp_path / ABOUT).write_text("# Copies\n\nOf one table.\n\n## How to read them\n\nAs the others.\n")
     monkeypatch.setattr(remake, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["remake.py"])
+    assert remake.main() == 0  # the pages of the copy
+    assert "copy/README.md is made again" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["remake.py", "--check"])
     assert remake.main() == 0
     assert "are those of their records" in capsys.readouterr().out
     table = next((tmp_path / "copy").glob("*.csv"))
-    before = table.read_text()
-    digit = re.search(r"\.\d{0,3}(\d)", before)
-    assert digit is not None
-    table.write_text(before[: digit.start(1)] + str((int(digit[1]) + 1) % 10) + before[digit.end(1) :])
+    edited = {table: re.compile(r"\.\d{0,3}(\d)"), tmp_path / "copy" / remake.PAGE: re.compile(r"torch \d\.1(\d)")}
+    before = {path: path.read_text() for path in edited}
+    for path, number in edited.items():
+        digit = number.search(before[path])
+        assert digit is not None
+        path.write_text(before[path][: digit.start(1)] + str((int(digit[1]) + 1) % 10) + before[path][digit.end(1) :])
     assert remake.main() == 1
-    assert capsys.readouterr().out == f"copy/{table.name} differs\n"
+    assert capsys.readouterr().out == f"copy/{table.name} differs\ncopy/README.md differs\n"
     monkeypatch.setattr("sys.argv", ["remake.py"])
     assert remake.main() == 0
-    assert table.read_text() == before
+    assert {path: path.read_text() for path in edited} == before
 
 
-def test_the_readme_names_tables_with_records() -> None:
-    text = (RESULTS / "README.md").read_text()
-    assert ARCHIVES
-    for archive in ARCHIVES:
-        assert f"`{archive.parent.relative_to(RESULTS)}/" in text
+def test_pages_are_what_records_and_texts_make(remake, pages) -> None:
+    """If a text or the format of a page changed: python results/remake.py."""
+    assert {archive.with_name(remake.PAGE) for archive in ARCHIVES} <= set(pages)
+    assert set(pages) == set(RESULTS.rglob(remake.PAGE))
+    for page, text in pages.items():
+        assert page.read_text() == text, f"{page} is not what records and about.md make"
+
+
+def test_every_page_and_file_is_linked(pages) -> None:
+    """Pages lead to all others, and those without records name every file of their folder."""
+    linked = {
+        (page.parent / target).resolve()
+        for page, text in pages.items()
+        for target in re.findall(r"\]\((?!https://)([^)#\s]+)", text)
+    }
+    assert {page.resolve() for page in pages} <= linked
+    kinds = (".md", ".csv", ".jsonl", ".svg")
+    files = {path for page in pages for path in page.parent.iterdir() if path.suffix in kinds}
+    texts = {page.with_name(ABOUT) for page in pages}
+    assert files - texts - linked == set()
+
+
+def test_commands_name_no_folders_outside_of_the_checkout(remake) -> None:
+    command = ["specbatch", "sweep", "--data", "/data/gsm8k.jsonl", "--out", "/data/out", "--configs", "a/b.toml"]
+    record = RunRecord({}, {}, {}, {}, [], provenance={"command": command})
+    shown = importlib.import_module("pages").shown_command(record)
+    assert shown == "specbatch sweep --data gsm8k.jsonl --configs a/b.toml"

@@ -10,7 +10,8 @@ from specbatch.evals.gate.checks import Check, Level, PendingCheck
 from specbatch.evals.gate.policy import Bound
 from specbatch.records.estimates import Estimate
 from specbatch.records.intervals import in_common, were_interleaved
-from specbatch.records.metrics import METRICS, Metric
+from specbatch.records.metric import Metric
+from specbatch.records.metrics import METRICS
 from specbatch.records.runs import Replicates
 from specbatch.records.verdicts import ONE_REPEAT, Speedup, speedup_of
 

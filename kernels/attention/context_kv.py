@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from specbatch.kernels.common.kv_slots import kv_slots
-from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.kernels.attention.queries import ContextKVLayout
+from specbatch.kernels.common.kv_slots import VerifiedRows, kv_slots
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import apply_rope_ref
-
-
-@dataclass(frozen=True)
-class ContextKVLayout:
-    """How a row of the stacked GEMM output splits: layer by layer `kv` key heads, then `kv` value heads of `dim` each.
-
-    k_norms: RMSNorm weights [layers, dim] with `eps`; cos, sin: tables [positions, dim] of `rope_table`.
-    """
-
-    kv: int
-    dim: int
-    k_norms: torch.Tensor
-    eps: float
-    cos: torch.Tensor
-    sin: torch.Tensor
 
 
 def write_context_kv_ref(

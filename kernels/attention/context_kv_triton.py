@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.context_kv import ContextKVLayout
+from specbatch.kernels.attention.queries import ContextKVLayout
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
-from specbatch.kernels.common.verified_rows import VerifiedRows
 
 _PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread in flight, many programs on a processor
 

@@ -1,44 +1,14 @@
-"""Torch references: split the output of the qkv GEMM into heads, apply q/k RMSNorm and RoPE, write K and V."""
+"""Splits the output of the qkv GEMM into heads, applies q/k RMSNorm and RoPE, and writes keys and values or latents."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from specbatch.kernels.attention.paged_attention import write_kv_ref
+from specbatch.kernels.attention.queries import AttentionInputs, LatentLayout, QKVLayout
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import apply_rope_ref
-
-
-@dataclass(frozen=True)
-class QKVLayout:
-    """How a row of qkv splits: `count` query heads, `kv` key heads and `kv` value heads of `dim` each.
-
-    q_norm, k_norm: RMSNorm weights [dim] with `eps`, or both None; cos, sin: tables [positions, dim] of `rope_table`,
-    in the model's type. window: a query sees that many keys, itself included; None is all. sinks: float32 [count], the
-    logit of each query head's attention sink, which is in the softmax's denominator and has no value (Xiao et al.,
-    2023; gpt-oss); None is none. shared: rows have query heads only. The keys and values are those of an earlier layer,
-    which has written them to the cache, also those of this pass; k_norm is not used.
-    """
-
-    count: int
-    kv: int
-    dim: int
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    eps: float
-    cos: torch.Tensor
-    sin: torch.Tensor
-    window: int | None = None
-    sinks: torch.Tensor | None = None
-    shared: bool = False
-
-    @property
-    def own_kv(self) -> int:
-        """Key heads in a row of qkv, and as many value heads."""
-        return 0 if self.shared else self.kv
 
 
 def split_qkv_rope_ref(
@@ -58,19 +28,13 @@ def split_qkv_rope_ref(
 
 
 def split_qkv_rope_write_ref(
-    qkv: torch.Tensor,
-    heads: QKVLayout,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    inputs: AttentionInputs, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`split_qkv_rope_ref`; k and v, if they are not shared, are also written to flat `slots` int64 [T] of one layer's
-    cache.
+    """`split_qkv_rope_ref`; k and v, if they are not shared, are also written to flat `slots` int64 [T] of the caches.
 
-    q and k are written to the memory of `out`, if given; v is a view of qkv. With shared keys, only q is.
+    q and k are written to the memory of `out`, if given; v is a view of the input. With shared keys, only q is.
     """
+    qkv, heads, positions, k_cache, v_cache = inputs
     q, k, v = split_qkv_rope_ref(qkv, heads, positions)
     if heads.shared:
         return (q if out is None else out[0].copy_(q)), k, v
@@ -79,3 +43,41 @@ def split_qkv_rope_write_ref(
 
 
 split_qkv_rope = op(split_qkv_rope_write_ref, "specbatch.kernels.attention.qkv_triton:split_qkv_rope")
+
+
+def split_latent_ref(
+    projected: torch.Tensor, heads: LatentLayout, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """projected [T, (count + 1) * dim] at `positions` int64 [T] -> rotated queries [T, count, dim], the rotated part of
+    keys [T, 1, dim - rank], latents [T, 1, rank]."""
+    latents, turning = projected.view(-1, heads.count + 1, heads.dim).split([heads.rank, heads.dim - heads.rank], -1)
+    pairs = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if heads.interleaved else turning
+    turned = apply_rope_ref(pairs, heads.cos[positions][:, None], heads.sin[positions][:, None])
+    if heads.interleaved:
+        turned = turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return torch.cat([latents[:, :-1], turned[:, :-1]], -1), turned[:, -1:], latents[:, -1:]
+
+
+def write_latent_ref(inputs: AttentionInputs, slots: torch.Tensor) -> torch.Tensor:
+    """`split_latent_ref`; keys and latents are written to flat `slots` int64 [T] of the caches. Returns the queries;
+    the memory of `projected` may be used up."""
+    projected, heads, positions, k_cache, v_cache = inputs
+    assert isinstance(heads, LatentLayout)
+    queries, key, latent = split_latent_ref(projected, heads, positions)
+    if k_cache.dtype == projected.dtype:
+        write_kv_ref(key, latent, k_cache, v_cache, slots)
+    else:  # torch copies no rows of FP8
+        key, latent, keys, values = (x.to(k_cache.dtype).view(torch.uint8) for x in (key, latent, k_cache, v_cache))
+        write_kv_ref(key, latent, keys, values, slots)
+    return queries
+
+
+write_latent = op(write_latent_ref, "specbatch.kernels.attention.qkv_triton:write_latent")
+
+
+def write_keys(inputs: AttentionInputs, slots: torch.Tensor) -> torch.Tensor:
+    """Write what later queries need of these tokens to `slots` int64 [T] of the caches. Returns their own queries,
+    rotated, [T, count, dim]."""
+    if isinstance(inputs.heads, LatentLayout):
+        return write_latent(inputs, slots)
+    return split_qkv_rope(inputs, slots)[0]

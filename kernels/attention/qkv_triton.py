@@ -1,4 +1,4 @@
-"""Triton kernel of `split_qkv_rope`: QK-Norm, RoPE and the write to the KV cache in one pass."""
+"""Triton kernels of `split_qkv_rope` and `write_latent`: QK-Norm, RoPE and the write to the KV cache in one pass."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import AttentionInputs, LatentLayout
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
@@ -14,16 +14,11 @@ _PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread i
 
 
 def split_qkv_rope(
-    qkv: torch.Tensor,
-    heads: QKVLayout,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    inputs: AttentionInputs, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`split_qkv_rope_write_ref`. K and V are cast to the type of the caches (FP8 too); the keys that it returns have
     the type of qkv, for attention that does not read the cache."""
+    qkv, heads, positions, k_cache, v_cache = inputs
     q, k_new = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.own_kv))
     rows, dim, kv = qkv.shape[0], heads.dim, heads.own_kv
     half = next_power_of_2(dim // 2)
@@ -98,3 +93,53 @@ def _split_qkv_rope(
     keep = k_new + (token * KV + head - COUNT)[:, None] * DIM + column[None, :]
     tl.store(keep, y1, mask=to_k)
     tl.store(keep + half, y2, mask=to_k)
+
+
+def write_latent(inputs: AttentionInputs, slots: torch.Tensor) -> torch.Tensor:
+    """`write_latent_ref`, in place: the queries are a view of `projected`."""
+    projected, heads, positions, k_cache, v_cache = inputs
+    assert isinstance(heads, LatentLayout)
+    half = (heads.dim - heads.rank) // 2
+    _write_latent[(len(projected),)](
+        projected, positions, slots, heads.cos, heads.sin, k_cache, v_cache,
+        COUNT=heads.count, ROWS=next_power_of_2(heads.count + 1), RANK=heads.rank,
+        BLOCK_R=next_power_of_2(heads.rank), HALF=half, BLOCK_H=next_power_of_2(half),
+        INTERLEAVED=heads.interleaved, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return projected.view(len(projected), heads.count + 1, heads.dim)[:, :-1]
+
+
+@triton.jit
+def _write_latent(
+    projected, positions, slots, cos, sin, k_cache, v_cache,
+    COUNT: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """A token per program: rotates queries and key in place, and stores key and latent. The last of COUNT + 1 rows is
+    that of the key."""
+    dim: tl.constexpr = RANK + 2 * HALF
+    token = tl.program_id(0).to(tl.int64)
+    position, slot = tl.load(positions + token), tl.load(slots + token)
+    row, pair = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_H)[None, :]
+    there = (row <= COUNT) & (pair < HALF)
+    step: tl.constexpr = 2 if INTERLEAVED else 1
+    apart: tl.constexpr = 1 if INTERLEAVED else HALF
+    first = projected + (token * (COUNT + 1) + row) * dim + RANK + step * pair
+    x1, x2 = tl.load(first, there, 0.0), tl.load(first + apart, there, 0.0)
+    dtype: tl.constexpr = x1.dtype
+    # Both halves of a table hold the same angles; only the sine's first half has its sign turned.
+    angle = position * (2 * HALF) + pair
+    c = tl.load(cos + angle, pair < HALF, 0.0).to(tl.float32)
+    s = tl.load(sin + angle + HALF, pair < HALF, 0.0).to(tl.float32)
+    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
+    y1, y2 = (x1 * c - x2 * s).to(dtype), (x2 * c + x1 * s).to(dtype)
+    tl.store(first, y1, there)
+    tl.store(first + apart, y2, there)
+    is_key = there & (row == COUNT)
+    stored: tl.constexpr = k_cache.dtype.element_ty
+    place = k_cache + slot * (2 * HALF) + step * pair + row * 0
+    tl.store(place, y1.to(stored), is_key)
+    tl.store(place + apart, y2.to(stored), is_key)
+    column = tl.arange(0, BLOCK_R)
+    latent = tl.load(projected + (token * (COUNT + 1) + COUNT) * dim + column, column < RANK, 0.0)
+    tl.store(v_cache + slot * RANK + column, latent.to(stored), column < RANK)

@@ -35,26 +35,10 @@ BLOCK = 64  # threads, of 16 bytes each
 
 @triton.jit(do_not_specialize=["vectors", "out_vectors"])  # a specialized 1 would be no tensor
 def _exchange_kernel(
-    x,
-    residual,
-    out,
-    mailboxes,
-    calls,
-    abort,
-    late,
-    vectors,
-    out_vectors,
-    mailbox_bytes,
-    timeout_ns,
-    RANK: tl.constexpr,
-    RANKS: tl.constexpr,
-    KIND: tl.constexpr,
-    EMPTY_WORD: tl.constexpr,
-    REDUCES: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    THREADS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, residual, out, mailboxes, calls, abort, late, vectors, out_vectors, mailbox_bytes, timeout_ns,
+    RANK: tl.constexpr, RANKS: tl.constexpr, KIND: tl.constexpr, EMPTY_WORD: tl.constexpr, REDUCES: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     pid = tl.program_id(0)
     call = tl.load(calls + pid)
@@ -138,24 +122,8 @@ class OneShot:
     ) -> None:
         vectors = x.numel() * x.element_size() // VECTOR
         _exchange_kernel[(cdiv(vectors, BLOCK),)](
-            x,
-            x if residual is None else residual,
-            out,
-            self._addresses,
-            self._calls,
-            self.abort,
-            self.late,
-            vectors,
-            out_vectors,
-            self.most + BLOCK * VECTOR,
-            TIMEOUT_NS,
-            RANK=self.rank,
-            RANKS=self.ranks,
-            KIND=KINDS[x.dtype],
-            EMPTY_WORD=EMPTY,
-            REDUCES=reduces,
-            HAS_RESIDUAL=residual is not None,
-            THREADS=BLOCK,
-            num_warps=BLOCK // 32,
-            **pdl(x),
-        )
+            x, x if residual is None else residual, out, self._addresses, self._calls, self.abort, self.late, vectors,
+            out_vectors, self.most + BLOCK * VECTOR, TIMEOUT_NS,
+            RANK=self.rank, RANKS=self.ranks, KIND=KINDS[x.dtype], EMPTY_WORD=EMPTY, REDUCES=reduces,
+            HAS_RESIDUAL=residual is not None, THREADS=BLOCK, num_warps=BLOCK // 32, **pdl(x),
+        )  # fmt: skip

@@ -12,7 +12,7 @@ from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import next_power_of_2
 from specbatch.kernels.drafting.corpus import HOPS, LEVELS, PRIME, CorpusIndex
 
-_BLOCK = 128
+BLOCK = 128  # places that a program handles at once
 
 
 @triton.jit
@@ -54,22 +54,9 @@ def _add(
 
 @triton.jit(do_not_specialize=["start", "count"])
 def _insert_kernel(
-    ring,
-    newest,
-    earlier,
-    powers,
-    size,
-    places,
-    table,
-    texts,
-    start,
-    count,
-    LONGEST: tl.constexpr,
-    PRIME: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_BACK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    ring, newest, earlier, powers, size, places, table, texts, start, count,
+    LONGEST: tl.constexpr, PRIME: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BACK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     back = tl.arange(0, BLOCK_BACK)
     for first in range(0, count, BLOCK):
@@ -84,36 +71,19 @@ def _insert_kernel(
         _add(newest, earlier, powers, places, table, windows, place, added, inside, LONGEST, PRIME, BLOCK, BLOCK_BACK)
 
 
-def corpus_insert(index: CorpusIndex, texts: torch.Tensor, start: int) -> None:
+def corpus_insert(index: CorpusIndex, texts: torch.Tensor, start: int, block: int = BLOCK) -> None:
     """`corpus_insert_ref`. One program per length of n-grams goes through the texts, a block at a time."""
     _insert_kernel[(LEVELS,)](
-        **_tables(index), texts=texts, start=start, count=texts.shape[1], BLOCK=_BLOCK, **pdl(texts), num_warps=8
+        **_tables(index), texts=texts, start=start, count=texts.shape[1], BLOCK=block, **pdl(texts), num_warps=8
     )
 
 
 @triton.jit
 def _extend_kernel(
-    ring,
-    newest,
-    earlier,
-    powers,
-    size,
-    places,
-    table,
-    tokens,
-    width,
-    rows,
-    lengths,
-    accepted,
-    stride,
-    batch,
-    COUNT: tl.constexpr,
-    LONGEST: tl.constexpr,
-    PRIME: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_BACK: tl.constexpr,
+    ring, newest, earlier, powers, size, places, table, tokens, width, rows, lengths, accepted, stride, batch,
+    COUNT: tl.constexpr, LONGEST: tl.constexpr, PRIME: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BACK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     back = tl.arange(0, BLOCK_BACK)
     for first in range(0, batch * COUNT, BLOCK):
@@ -136,51 +106,22 @@ def corpus_extend(
     lengths: torch.Tensor,
     accepted: torch.Tensor,
     count: int,
+    block: int = BLOCK,
 ) -> None:
     """`corpus_extend_ref`. One program per length of n-grams goes through the tokens of all sequences."""
     _extend_kernel[(LEVELS,)](
-        **_tables(index),
-        tokens=tokens,
-        width=tokens.shape[1],
-        rows=rows,
-        lengths=lengths,
-        accepted=accepted,
-        stride=accepted.stride(0),
-        batch=len(rows),
-        COUNT=count,
-        BLOCK=_BLOCK,
-        **pdl(rows),
-        num_warps=8,
-    )
+        **_tables(index), tokens=tokens, width=tokens.shape[1], rows=rows, lengths=lengths, accepted=accepted,
+        stride=accepted.stride(0), batch=len(rows), COUNT=count, BLOCK=block, **pdl(rows), num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit
 def _drafts_kernel(
-    ring,
-    newest,
-    earlier,
-    powers,
-    size,
-    places,
-    table,
-    tokens,
-    width,
-    known,
-    rows,
-    own,
-    own_drafted,
-    drafts,
-    drafted,
+    ring, newest, earlier, powers, size, places, table, tokens, width, known, rows, own, own_drafted, drafts, drafted,
     found,
-    LONGEST: tl.constexpr,
-    LEVELS: tl.constexpr,
-    HOPS: tl.constexpr,
-    PRIME: tl.constexpr,
-    BLOCK_BACK: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_COUNT: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    LONGEST: tl.constexpr, LEVELS: tl.constexpr, HOPS: tl.constexpr, PRIME: tl.constexpr, BLOCK_BACK: tl.constexpr,
+    COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + sequence)
@@ -233,23 +174,10 @@ def corpus_drafts(
     found = torch.empty(2, len(rows), dtype=torch.int64, device=rows.device)
     chosen, count = torch.empty(drafts.shape, dtype=torch.int64, device=rows.device), drafts.shape[1]
     _drafts_kernel[(len(rows),)](
-        **_tables(index),
-        tokens=tokens,
-        width=tokens.shape[1],
-        known=known,
-        rows=rows,
-        own=drafts.contiguous(),
-        own_drafted=drafted,
-        drafts=chosen,
-        drafted=found[0],
-        found=found[1],
-        LEVELS=LEVELS,
-        HOPS=HOPS,
-        COUNT=count,
-        BLOCK_COUNT=next_power_of_2(count),
-        **pdl(rows),
-        num_warps=1,
-    )
+        **_tables(index), tokens=tokens, width=tokens.shape[1], known=known, rows=rows, own=drafts.contiguous(),
+        own_drafted=drafted, drafts=chosen, drafted=found[0], found=found[1], LEVELS=LEVELS, HOPS=HOPS, COUNT=count,
+        BLOCK_COUNT=next_power_of_2(count), **pdl(rows), num_warps=1,
+    )  # fmt: skip
     return chosen, found[0], found[1]
 
 

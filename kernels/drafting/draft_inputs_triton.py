@@ -14,26 +14,10 @@ from specbatch.kernels.elementwise.gather_rows_triton import COLUMNS, copy_part,
 
 @triton.jit
 def _due_kernel(
-    tokens,
-    rows,
-    lengths,
-    waiting,
-    ready,
-    embedding,
-    embedded,
-    hidden,
-    positions,
-    start,
-    newest,
-    places,
-    length_of_tokens,
-    spacing,
-    room,
-    width,
-    MOST: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    tokens, rows, lengths, waiting, ready, embedding, embedded, hidden, positions, start, newest, places,
+    length_of_tokens, spacing, room, width,
+    MOST: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(0).to(tl.int64)
     sequence, place = pair // MOST, pair % MOST
@@ -52,21 +36,9 @@ def _due_kernel(
 
 @triton.jit(do_not_specialize=["depth"])
 def _beam_kernel(
-    tokens,
-    origin,
-    before,
-    root,
-    depth,
-    embedding,
-    embedded,
-    hidden,
-    positions,
-    parents,
-    width,
-    TOPK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    tokens, origin, before, root, depth, embedding, embedded, hidden, positions, parents, width,
+    TOPK: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(0).to(tl.int64)
     sequence = pair // TOPK
@@ -78,20 +50,9 @@ def _beam_kernel(
 
 @triton.jit
 def _wait_kernel(
-    hidden,
-    rows,
-    accepted,
-    path,
-    waiting,
-    ready,
-    nodes,
-    room,
-    spacing,
-    width,
-    MOST: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    hidden, rows, accepted, path, waiting, ready, nodes, room, spacing, width,
+    MOST: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     pair = tl.program_id(0).to(tl.int64)
     sequence, place = pair // MOST, pair % MOST

@@ -9,25 +9,15 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import next_power_of_2
 
-_BLOCK = 2048
+BLOCK = 2048  # tokens that are read at once
 
 
 @triton.jit
 def _match_kernel(
-    tokens,
-    rows,
-    lengths,
-    drafts,
-    found,
-    width,
-    TEXTS: tl.constexpr,
-    LONGEST: tl.constexpr,
-    SHORTEST: tl.constexpr,
-    COUNT: tl.constexpr,
-    BLOCK_COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    tokens, rows, lengths, drafts, found, width,
+    TEXTS: tl.constexpr, LONGEST: tl.constexpr, SHORTEST: tl.constexpr, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     tokens += tl.load(rows + sequence) * width
@@ -73,25 +63,15 @@ def ngram_match(
     count: int,
     texts: int = 1,
     bound: int | None = None,
+    block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`ngram_match_ref`. One program per sequence reads its tokens once for each text; the time depends on the longest
     sequence, not on W, and `bound` is ignored."""
     drafts = torch.empty(len(rows), texts, count, dtype=torch.int64, device=rows.device)
     found = torch.empty(len(rows), texts, dtype=torch.bool, device=rows.device)
     _match_kernel[(len(rows),)](
-        tokens,
-        rows,
-        lengths,
-        drafts,
-        found,
-        tokens.shape[1],
-        TEXTS=texts,
-        LONGEST=longest,
-        SHORTEST=shortest,
-        COUNT=count,
-        BLOCK_COUNT=next_power_of_2(count),
-        BLOCK=_BLOCK,
-        **pdl(rows),
-        num_warps=8,
-    )
+        tokens, rows, lengths, drafts, found, tokens.shape[1],
+        TEXTS=texts, LONGEST=longest, SHORTEST=shortest, COUNT=count, BLOCK_COUNT=next_power_of_2(count), BLOCK=block,
+        **pdl(rows), num_warps=8,
+    )  # fmt: skip
     return drafts, found

@@ -99,40 +99,18 @@ def expand(
     )
     block = next_power_of_2(width * topk)
     _grow_kernel[(batch,)](
-        *candidates,
-        scores,
-        tokens,
-        None if above is None else above.scores,
-        None if above is None else above.numbers,
-        None if above is None else above.ancestors,
-        *level,
-        start,
-        first,
-        candidates.tokens.shape[1],
-        WIDTH=width,
-        TOPK=topk,
-        BLOCK=block,
-        BLOCK_TOPK=next_power_of_2(topk),
-        num_warps=_warps(block),
-        **pdl(tokens),
-    )
+        *candidates, scores, tokens, None if above is None else above.scores, None if above is None else above.numbers,
+        None if above is None else above.ancestors, *level, start, first, candidates.tokens.shape[1],
+        WIDTH=width, TOPK=topk, BLOCK=block, BLOCK_TOPK=next_power_of_2(topk), num_warps=_warps(block), **pdl(tokens),
+    )  # fmt: skip
     return level
 
 
 @triton.jit
 def _keep_kernel(
-    scores,
-    tokens,
-    parents,
-    kept_tokens,
-    ancestors,
-    total,
-    depth,
-    COUNT: tl.constexpr,
-    BLOCK_COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    scores, tokens, parents, kept_tokens, ancestors, total, depth,
+    COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK)
@@ -160,17 +138,10 @@ def prune(candidates: Candidates, count: int, depth: int) -> tuple[torch.Tensor,
     ancestors = torch.empty(batch, count + 1, dtype=torch.int64, device=tokens.device)
     block, block_count = next_power_of_2(total), next_power_of_2(count)
     _keep_kernel[(batch,)](
-        *candidates,
-        tokens,
-        ancestors,
-        total,
-        depth,
-        COUNT=count,
-        BLOCK_COUNT=block_count,
-        BLOCK=block,
-        num_warps=_warps(max(block, block_count * block_count)),
+        *candidates, tokens, ancestors, total, depth,
+        COUNT=count, BLOCK_COUNT=block_count, BLOCK=block, num_warps=_warps(max(block, block_count * block_count)),
         **pdl(tokens),
-    )
+    )  # fmt: skip
     return tokens, ancestors
 
 

@@ -53,15 +53,9 @@ def gather_rows(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[t
 def ring_push(ring: torch.Tensor, turn: torch.Tensor, item: torch.Tensor) -> None:
     """`gather_rows.ring_push_ref`; one item of the ring is contiguous. A single program writes the turn."""
     _put_kernel[(1,)](
-        ring,
-        turn,
-        item,
-        len(ring),
-        ring.stride(0),
-        item.numel(),
-        BLOCK=1024,
-        **pdl(item),
-    )
+        ring, turn, item, len(ring), ring.stride(0), item.numel(),
+        BLOCK=1024, **pdl(item),
+    )  # fmt: skip
 
 
 def how(x: torch.Tensor) -> dict[str, int | bool]:

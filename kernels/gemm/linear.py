@@ -38,7 +38,7 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.shape = weight.shape
         self.bias = bias
-        self._blocked = is_blocked(weight.dtype, weight.device)
+        self._blocked = is_blocked(weight.dtype, weight.device) and not runs_kernels(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._blocked else weight
 
     @property
@@ -85,10 +85,7 @@ class Linear:
             x = x if norm is None else rms_norm(x, *norm)
             return fixed_order.fixed_order_linear(x, self._weight, self.bias, residual, out)
         if skinny_gemm_triton.is_skinny(len(x), self._weight):
-            weight, eps = norm or (None, 0.0)
-            return skinny_gemm_triton.skinny_linear(
-                x, self._weight, self.bias, norm_weight=weight, eps=eps, residual=residual
-            )
+            return skinny_gemm_triton.skinny_linear(x, self._weight, self.bias, norm=norm, residual=residual)
         x = x if norm is None else rms_norm(x, *norm)
         if self.bias is None and not is_deterministic():
             y = cublas_lt.linear(x, self._weight, residual, out)
@@ -110,9 +107,7 @@ class Linear:
             if is_deterministic() and fixed_order.takes(self._weight):
                 return fixed_order.fixed_order_gated(rms_norm(x, *norm), self._weight, self.bias)
             if skinny_gemm_triton.is_skinny(len(x), self._weight):
-                return skinny_gemm_triton.skinny_gated(
-                    x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps
-                )
+                return skinny_gemm_triton.skinny_gated(x, self._weight, self.bias, norm=norm)
         return silu_and_mul(self(x, norm=norm))
 
     def after_gate(
@@ -128,9 +123,7 @@ class Linear:
             from specbatch.kernels.gemm.dense import skinny_gemm_triton
 
             if skinny_gemm_triton.is_skinny(len(x), self._weight):
-                return skinny_gemm_triton.skinny_linear(
-                    x, self._weight, self.bias, norm_weight=norm.weight, eps=norm.eps, squared=True
-                )
+                return skinny_gemm_triton.skinny_linear(x, self._weight, self.bias, norm=norm, squared=True)
         return relu_squared(self(x, norm=norm))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 import torch
 import torch.nn.functional as F
 
@@ -11,54 +9,30 @@ from specbatch.errors import refuse
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.activations import clamped_swiglu_ref, gelu_and_mul_ref, silu_and_mul_ref
-from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8_ref
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized import fp8_activations
-from specbatch.kernels.gemm.quantized.fp8_linear import fp8_linear_ref
-from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_linear_ref, int4_tiles
-from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8_ref
+from specbatch.kernels.gemm.quantized.weight import Weight, quantized_linear_ref
+from specbatch.kernels.moe.expert_weights import GATED, Activation, Biases, ExpertWeights
 from specbatch.kernels.moe.routing import Routing, route_ref
 
-Activation = Literal["swiglu", "clamped_swiglu", "geglu", "relu2"]
 _GATED = {"swiglu": silu_and_mul_ref, "clamped_swiglu": clamped_swiglu_ref, "geglu": gelu_and_mul_ref}
-GATED = tuple(_GATED)  # which halve the width
-
-
-class Biases(NamedTuple):
-    """Of experts: up [E, N], as many as up has rows, and down [E, H]; None is none."""
-
-    up: torch.Tensor | None = None
-    down: torch.Tensor | None = None
-
-
-NO_BIASES = Biases()
 
 
 def experts_ref(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    experts: torch.Tensor,
-    up: Weight | Int4Tiles,
-    down: Weight | Int4Tiles,
-    activation: Activation,
-    biases: Biases = NO_BIASES,
-    *,
-    quantize: bool = False,
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, mlp: ExpertWeights, *, quantize: bool = False
 ) -> torch.Tensor:
     """sum over j of weights[t, j] * down_e(activation(up_e(x[t]))) with e = experts[t, j].
 
-    x [T, H], weights float32 [T, width], experts int [T, width], those of a token all different. up [E, 2 * I, H], the
-    rows of the gate first, for swiglu (silu(gate) * up), clamped_swiglu (`clamped_swiglu_ref`) and geglu
-    (`gelu_and_mul_ref`), [E, I, H] for relu2 (relu squared); down [E, H, I]. Summed in float32 in the order of j ->
-    [T, H], in the type of x. quantize: activations are quantized to FP8 before each GEMM, see `quantize_fp8_ref`.
+    x [T, H], weights float32 [T, width], experts int [T, width], those of a token all different. Summed in float32 in
+    the order of j -> [T, H], in the type of x. quantize: activations are quantized to FP8 before each GEMM, see
+    `quantize_fp8_ref`.
     """
+    up, down, activation, biases = mlp
 
-    def gemm(x: torch.Tensor, weight: Weight | Int4Tiles, bias: torch.Tensor | None) -> torch.Tensor:
-        if isinstance(weight, Int4Tiles):
-            y = int4_linear_ref(x, weight)
-        else:
-            y = fp8_linear_ref(quantize_fp8_ref(x) if quantize else x, weight)
+    def gemm(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
+        y = quantized_linear_ref(quantize_fp8_ref(x) if quantize else x, weight)
         return y if bias is None else y + bias[expert]
 
     outputs = x.new_empty(*experts.shape, x.shape[1])
@@ -80,16 +54,13 @@ def fused_moe_ref(
     x: torch.Tensor,
     logits: torch.Tensor,
     rule: Routing,
-    up: Weight | Int4Tiles,
-    down: Weight | Int4Tiles,
-    activation: Activation,
+    mlp: ExpertWeights,
     residual: torch.Tensor | None = None,
-    biases: Biases = NO_BIASES,
     *,
     quantize: bool = False,
 ) -> torch.Tensor:
     """residual + `experts_ref` of x [T, H] with the routing of logits [T, rule.logits]; residual [T, H] or None."""
-    y = experts_ref(x, *route_ref(logits, rule), up, down, activation, biases, quantize=quantize)
+    y = experts_ref(x, *route_ref(logits, rule), mlp, quantize=quantize)
     return y if residual is None else residual + y
 
 
@@ -103,11 +74,21 @@ def shared_slices(
 
     up [2 * I, H] (swiglu) or [I, H], down [H, I]. What is missing to a multiple of `inner` is filled up with zeros.
     """
-    width, hidden = down.shape[1], down.shape[0]
-    slices, missing = -(-width // inner), -width % inner
-    halves = up.view(2 if activation in GATED else 1, width, hidden)
-    halves = F.pad(halves, (0, 0, 0, missing)).unflatten(1, (slices, inner))
-    return halves.transpose(0, 1).flatten(1, 2), F.pad(down, (0, missing)).unflatten(1, (slices, inner)).transpose(0, 1)
+    return slices_of_up(up, inner, activation), slices_of_down(down, inner)
+
+
+def slices_of_up(up: torch.Tensor, inner: int, activation: Activation) -> torch.Tensor:
+    """The first of `shared_slices`."""
+    halves = up.unflatten(0, (2 if activation in GATED else 1, -1))
+    slices = F.pad(halves, (0, 0, 0, -halves.shape[1] % inner)).unflatten(1, (-1, inner))
+    found: torch.Tensor = slices.transpose(0, 1).flatten(1, 2)
+    return found
+
+
+def slices_of_down(down: torch.Tensor, inner: int) -> torch.Tensor:
+    """The second of `shared_slices`."""
+    slices: torch.Tensor = F.pad(down, (0, -down.shape[1] % inner)).unflatten(1, (-1, inner)).transpose(0, 1)
+    return slices
 
 
 def token_bytes(experts: int, width: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
@@ -133,7 +114,7 @@ class Experts:
         activation: Activation = "swiglu",
         *,
         router_bias: torch.Tensor | None = None,
-        biases: Biases = NO_BIASES,
+        biases: Biases = Biases(),  # noqa: B008
         ranks: Communicator | None = None,
     ) -> None:
         """ranks: of a group in which each has a part of every expert; None if this is the whole mixture. Their outputs
@@ -148,10 +129,10 @@ class Experts:
             raise refuse("up", up.shape, f"use {(count, inner, hidden)}, as down and {activation} say")
         if router.shape != (rule.logits, hidden):
             raise refuse("router", tuple(router.shape), f"use {(rule.logits, hidden)}")
-        self.rule, self.activation, self.biases = rule, activation, biases
-        self.up, self.down = (int4_tiles(one) if one.is_int4 else one for one in (up, down))
+        self.rule = rule
+        self.weights = ExpertWeights(up.for_experts(), down.for_experts(), activation, biases)
         # Else a block that shares a scale could have rows of the gate and of what it multiplies.
-        is_whole = activation not in GATED or down.shape[2] % up.scale_rows == 0
+        is_whole = activation not in GATED or down.shape[2] % up.block[0] == 0
         self._may_quantize = all(one.values.dtype == torch.float8_e4m3fn for one in (up, down)) and is_whole
         self._router_dtype = router.dtype
         # cuBLAS is at its best where a row of logits begins at 16 bytes.
@@ -172,9 +153,8 @@ class Experts:
         routed = x if router_norm is None else rms_norm(entering, *router_norm)
         logits = self._router(routed.to(self._router_dtype))[:, : self.rule.logits]
         del entering, routed
-        up, down, activation = self.up, self.down, self.activation
         quantize = self._may_quantize and fp8_activations.quantizes(x)
         if self._ranks is None:
-            return fused_moe(x, logits, self.rule, up, down, activation, residual, self.biases, quantize=quantize)
-        part = fused_moe(x, logits, self.rule, up, down, activation, None, self.biases, quantize=quantize)
+            return fused_moe(x, logits, self.rule, self.weights, residual, quantize=quantize)
+        part = fused_moe(x, logits, self.rule, self.weights, quantize=quantize)
         return self._ranks.all_reduce(part, residual)

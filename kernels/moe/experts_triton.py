@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
 from specbatch.kernels.elementwise.elementwise_triton import gelu_slope
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8
 from specbatch.kernels.gemm.gemm_mainloop_triton import (
     gemm_mainloop,
     gemm_mainloop_e4m3,
@@ -26,11 +26,15 @@ from specbatch.kernels.gemm.gemm_mainloop_triton import (
 )
 from specbatch.kernels.gemm.quantized.four_bits import CHUNK
 from specbatch.kernels.gemm.quantized.four_bits_mainloop_triton import gemm_mainloop_int4, gemm_mainloop_mxfp4
-from specbatch.kernels.gemm.quantized.four_bits_triton import fragment_rows
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8
+from specbatch.kernels.gemm.quantized.fragments_triton import fragment_rows
 from specbatch.kernels.gemm.quantized.int4 import Int4Tiles
 from specbatch.kernels.gemm.quantized.int4_tiles_triton import first_of_row
-from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight
-from specbatch.kernels.moe.experts import GATED, NO_BIASES, Activation, Biases
+from specbatch.kernels.gemm.quantized.mxfp4 import Mxfp4Weight
+from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.moe.expert_weights import GATED, Activation, ExpertWeights
 from specbatch.kernels.moe.routing import Routing
 from specbatch.kernels.moe.routing_triton import Plan, most_blocks, route
 
@@ -77,18 +81,18 @@ def rows_for(tokens: int, rule: Routing, *, quantize: bool = False, is_stored_wh
     return 16 if mean <= few else 32 if mean <= some else 64 if mean <= 96 else 128
 
 
-def tile_for(rows: int, weight: Weight | Int4Tiles, item: int, pairs: int) -> Tile:
+def tile_for(rows: int, weight: Weight, item: int, pairs: int) -> Tile:
     """The tile of a grouped GEMM of so many pairs, in blocks of `rows` rows of `item` bytes a value."""
     if item == 4:
         return Tile(32, 32, 4, 2)
     if item == 1:
         return _FP8_TILE
-    if isinstance(weight, Int4Tiles) or weight.is_mxfp4:
+    if isinstance(weight, (Int4Tiles, Mxfp4Weight)):
         return _FOUR_BITS_TILES[rows]
-    tile = _TILES[rows][weight.scales is not None]
+    tile = _TILES[rows][weight.is_quantized]
     experts, outer, k = weight.shape
     steps = k // tile.k
-    if rows == 128 and weight.scales is None and steps <= _SHORT:
+    if rows == 128 and not weight.is_quantized and steps <= _SHORT:
         is_whole = k % tile.k == 0 and outer % (_TOGETHER * tile.n) == 0
         blocks = pairs // rows + experts // 2  # the last one of an expert is half full on average
         if is_whole and blocks * outer // (_TOGETHER * tile.n) >= _ENOUGH:
@@ -101,16 +105,14 @@ def fused_moe(
     x: torch.Tensor,
     logits: torch.Tensor,
     rule: Routing,
-    up: Weight | Int4Tiles,
-    down: Weight | Int4Tiles,
-    activation: Activation,
+    mlp: ExpertWeights,
     residual: torch.Tensor | None = None,
-    biases: Biases = NO_BIASES,
     *,
     quantize: bool = False,
 ) -> torch.Tensor:
     """`fused_moe_ref`."""
-    is_stored_whole = isinstance(up, Weight) and up.scales is None
+    up, down, activation, biases = mlp
+    is_stored_whole = not up.is_quantized
     rows = rows_for(len(x), rule, quantize=quantize, is_stored_whole=is_stored_whole)
     weights, _, plan = route(logits, rule, rows)
     h: torch.Tensor | FP8Activations = grouped(
@@ -123,7 +125,7 @@ def fused_moe(
 
 def grouped(
     x: torch.Tensor | FP8Activations,
-    weight: Weight | Int4Tiles,
+    weight: Weight,
     plan: Plan,
     rule: Routing,
     rows: int,
@@ -176,23 +178,23 @@ def grouped(
     return y
 
 
-def _stored(weight: Weight | Int4Tiles) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
+def _stored(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, Any]]:
     """Values and scales as the kernel reads them, and the constants that tell it their format."""
-    values, scales = weight.values, weight.scales
     layout: dict[str, Any] = {"SCALED": False, "PER_CHANNEL": False, "FP8": False, "MXFP4": False}
     layout |= {"INT4": 0, "CHUNK": CHUNK, "UNIT": 1, "BF16": False}
     if isinstance(weight, Int4Tiles):
         layout |= {"INT4": weight.group, "CHUNK": weight.chunk, "UNIT": weight.unit}
         return *weight.words(), layout | {"BF16": weight.scales.dtype == torch.bfloat16}
-    assert not weight.is_int4, "INT4 weights must be in tiles"
-    if weight.is_mxfp4:
+    if isinstance(weight, Mxfp4Weight):
         bytes_of_row = cdiv(weight.shape[-1], CHUNK) * CHUNK // 2
+        values = weight.values
         assert values.shape[-1] == bytes_of_row, f"a row of the weight has {values.shape[-1]} bytes, not {bytes_of_row}"
-        return values.view(torch.int32), scales, layout | {"MXFP4": True}
-    if scales is None:
-        return values, None, layout
+        return values.view(torch.int32), weight.scales, layout | {"MXFP4": True}
+    if not isinstance(weight, FP8Weight):
+        assert not weight.is_quantized, f"a {type(weight).__name__} is not in the layout of GEMMs"
+        return weight.values, None, layout
     per_channel = weight.is_per_channel
-    return values, scales, layout | {"FP8": True, "PER_CHANNEL": per_channel, "SCALED": not per_channel}
+    return weight.values, weight.scales, layout | {"FP8": True, "PER_CHANNEL": per_channel, "SCALED": not per_channel}
 
 
 @triton.jit(do_not_specialize=["scale_stride"])

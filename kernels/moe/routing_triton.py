@@ -41,7 +41,9 @@ def most_blocks(tokens: int, rule: Routing, rows: int) -> int:
     return hit + (pairs - hit) // rows + rule.shared * -(-tokens // rows)
 
 
-def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor, torch.Tensor, Plan]:
+def route(
+    logits: torch.Tensor, rule: Routing, rows: int, few_tiles: int = FEW_TILES
+) -> tuple[torch.Tensor, torch.Tensor, Plan]:
     """`route_ref` of logits [T, rule.logits], rows apart or not, and a plan in blocks of `rows` rows, 16 or more."""
     tokens, device = len(logits), logits.device
     assert logits.stride(1) == 1, "the logits of a token must be adjacent"
@@ -69,10 +71,10 @@ def route(logits: torch.Tensor, rule: Routing, rows: int) -> tuple[torch.Tensor,
         BEST=rule.group_best, ALONE=tiles == 1, TILE=tile, PLACES=next_power_of_2(rule.width),
         WIDTH=min(columns, 32 * 16 // logits.element_size()), num_warps=min(8, tile), **sizes, **settings,
     )  # fmt: skip
-    if tiles > FEW_TILES:
+    if tiles > few_tiles:
         _running_kernel[(cdiv(columns, 16),)](counts, tiles, COLUMNS=columns, BLOCK=128, num_warps=4, **settings)
     if tiles > 1:
-        summed = tiles > FEW_TILES
+        summed = tiles > few_tiles
         _place_kernel[(tiles,)](
             slots, counts, *plan, tokens, TILE=tile, SUMMED=summed, num_warps=8, **sizes, **settings
         )

@@ -19,77 +19,22 @@ between device rows). Arithmetic is float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.rowwise import exp, row_sum, sigmoid, silu, softplus
 from specbatch.kernels.dispatch import op
+from specbatch.kernels.recurrent.inputs import CHUNK, DeltaHeads, DeltaInputs, Pending
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
-CHUNK = 64  # rows of a prompt that are computed together
-EXACT_CHUNK = 16  # of float32 in kernels: exact dot products take many registers
 
+def delta_prefill_ref(inputs: DeltaInputs, spans: RaggedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Inputs of the tokens of `spans` -> [T, values * value_dim], what the output projection reads; in `out` if given,
+    which is contiguous.
 
-@dataclass(frozen=True)
-class DeltaHeads:
-    """A layer's `keys` heads of q and k of `key_dim`, and `values` heads of v of `value_dim`, some for each key head.
-
-    Consecutive value heads share a key head. a_log, dt_bias: float32 [values]; norm: RMSNorm weight [value_dim] with
-    `eps`, of each head on its own.
+    The state is read where a span continues from one, then set to that after the last token of the span.
     """
-
-    keys: int
-    values: int
-    key_dim: int
-    value_dim: int
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
-    norm: torch.Tensor
-    eps: float
-
-    def outputs(self, qkv: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """The memory for the outputs [T, values, value_dim]: that of `out` if given, else new."""
-        assert out is None or out.is_contiguous(), "out must be contiguous"
-        shape = len(qkv), self.values, self.value_dim
-        return qkv.new_empty(shape) if out is None else out.view(shape)
-
-
-class Pending(NamedTuple):
-    """What a verify of up to M rows leaves of them, in any types of float (float32 keeps a state exact).
-
-    k [R, M, keys, key_dim], normalised; u [R, M, values, value_dim]; g [R, M, values].
-    """
-
-    k: torch.Tensor
-    u: torch.Tensor
-    g: torch.Tensor
-
-
-def chunk_bytes(dtype: torch.dtype) -> int:
-    """Of a prompt's token and value head, in kernels: a row of a chunk's two matrices, and a sum of decays."""
-    rows = EXACT_CHUNK * 4 if dtype == torch.float32 else CHUNK * 2
-    return 2 * rows + 4
-
-
-def delta_prefill_ref(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
-    spans: RaggedBatch,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """qkv [T, 2 keys * key_dim + values * value_dim] of `spans`, convolved; z [T, values * value_dim]; b, a [T, values]
-    -> [T, values * value_dim], what the output projection reads; in `out` if given, which is contiguous.
-
-    state [R, values, key_dim, value_dim] of all device rows: read where a span continues from one, then set to the
-    state after the last token of the span.
-    """
+    qkv, z, b, a, heads, state = inputs
     q, k, v, g, beta = (x.transpose(0, 1) for x in split_inputs(qkv, b, a, heads))
     o = torch.empty_like(v)
     for begin, end, start, row in zip(spans.offsets, spans.offsets[1:], spans.starts, spans.rows, strict=False):
@@ -104,20 +49,12 @@ def delta_prefill_ref(
     return y if out is None else out.copy_(y)
 
 
-def delta_verify_ref(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
-    pending: Pending,
-    replay: StateReplay,
-) -> torch.Tensor:
+def delta_verify_ref(inputs: DeltaInputs, pending: Pending, replay: StateReplay) -> torch.Tensor:
     """`delta_prefill_ref` for B * N rows of a verify, after the accepted rows of the last one.
 
-    state takes those in; pending, of M >= N rows, then holds the rows of this verify. Device row 0 is left alone.
+    The state takes those in; pending, of M >= N rows, then holds the rows of this verify. Device row 0 is left alone.
     """
+    qkv, z, b, a, heads, state = inputs
     batch, rows = len(replay.rows), replay.rows[:, None]
     q, k, v, g, beta = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in split_inputs(qkv, b, a, heads))
     count = q.shape[2]

@@ -13,24 +13,22 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.common.multiprocessors import multiprocessors
-from specbatch.kernels.common.sizes import cdiv, tile_side
-from specbatch.kernels.recurrent.gated_delta import CHUNK, EXACT_CHUNK, DeltaHeads
+from specbatch.kernels.common.sizes import cdiv, multiprocessors, tile_side
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, invert, normalise, sizes_of, unit
+from specbatch.kernels.recurrent.inputs import CHUNK, EXACT_CHUNK, DeltaInputs
 
 
 def delta_prefill(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
+    inputs: DeltaInputs,
     spans: RaggedBatch,
     out: torch.Tensor | None = None,
+    *,
     chunk: int | None = None,
+    processors: int | None = None,
 ) -> torch.Tensor:
-    """`delta_prefill_ref`; `chunk` rows are computed together, by default as many as the type has room for."""
+    """`delta_prefill_ref`; `chunk` rows are computed together, by default as many as the type has room for. processors:
+    of the device, if None."""
+    qkv, _, b, a, heads, state = inputs
     total, exact = len(qkv), qkv.dtype == torch.float32
     chunk = chunk or (EXACT_CHUNK if exact else CHUNK)
     is_small = not exact and heads.key_dim <= 128
@@ -49,13 +47,14 @@ def delta_prefill(
     columns = min(32, tile_side(heads.value_dim))
     grid = cdiv(heads.value_dim, columns), heads.values, spans.table.shape[1] - 1
     # With three chunks in flight, one program fills most of a processor's shared memory.
-    stages = 3 if is_small and math.prod(grid) <= multiprocessors(qkv.device) else 2
+    processors = multiprocessors(qkv.device) if processors is None else processors
+    stages = 3 if is_small and math.prod(grid) <= processors else 2
     _walk[grid](
         unit_qk, qkv, inverse, scores, sums, spans.table, state, o,
         qkv.stride(0), spans.table.stride(0), state.stride(0),
         CHUNK=chunk, COLUMNS=columns, num_warps=4, num_stages=stages, **sizes,
     )  # fmt: skip
-    return normalise(o, qkv, z, a, heads)
+    return normalise(o, inputs)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

@@ -21,39 +21,33 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
-from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
+from specbatch.kernels.recurrent.inputs import DeltaHeads, DeltaInputs, Pending
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _PROGRAM = 1024  # elements of a program of the norm
-_FEW = 512  # programs of a verify: with fewer, each takes less of a state
-_MANY = 4096  # programs of 64 columns of a state; see `_columns_of_chain`
+FEW = 512  # programs of a verify: with fewer, each takes less of a state
+MANY = 4096  # programs of 64 columns of a state; see `columns_of_chain`
 _CHAIN = 8  # chains of up to this many rows, new or replayed, count as short
 
 
 def delta_verify(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
-    pending: Pending,
-    replay: StateReplay,
+    inputs: DeltaInputs, pending: Pending, replay: StateReplay, *, few: int = FEW, many: int = MANY
 ) -> torch.Tensor:
     """`delta_verify_ref`.
 
     The previous kernel must write neither the tensors of `replay` nor state and pending, which are read before it has
     ended. The writes of any earlier kernel are visible.
     """
+    qkv, _, b, a, heads, state = inputs
     batch, held = len(replay.rows), pending.k.shape[1]
     rows = len(qkv) // batch
-    is_many = batch * heads.values * cdiv(heads.value_dim, 32) >= _FEW
+    is_many = batch * heads.values * cdiv(heads.value_dim, 32) >= few
     is_chain = replay.path is None and replay.ancestors is None and max(rows, held) <= _CHAIN
     columns = min(32 if is_many or (is_chain and rows > 1) else 16, tile_side(heads.value_dim))
     registers, block, sizes = None, tile_side(rows), sizes_of(heads, qkv)
     if is_chain and rows > 1:
-        columns, registers = _columns_of_chain(heads, batch, rows, columns, sizes["PRECISION"])
-    o = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
+        columns, registers = columns_of_chain(heads, batch, rows, columns, sizes["PRECISION"], many)
+    o = heads.outputs(qkv, None)
     grid = cdiv(heads.value_dim, columns), heads.values, batch
     tensors = qkv, b, a, heads.a_log, heads.dt_bias, state, *pending, replay.rows, replay.counts
     strides = [x.stride(0) for x in (qkv, b, a, state, *pending)]
@@ -67,7 +61,7 @@ def delta_verify(
                 *tensors, o, *strides, N=rows, ROWS=max(4, next_power_of_2(rows)), PRECISION=sizes["PRECISION"],
                 num_warps=columns // 16, maxnreg=registers, **common,
             )  # fmt: skip
-        return normalise(o, qkv, z, a, heads, pending, replay)
+        return normalise(o, inputs, pending, replay)
     full = columns == 32 and block == 16 and sizes["PRECISION"] == "tf32"
     _verify[grid](
         *tensors, replay.path, replay.ancestors, o, *strides, 0 if replay.path is None else replay.path.stride(0),
@@ -76,10 +70,12 @@ def delta_verify(
         maxnreg=128 if full else None,  # four programs on a processor: the memory waits for none of them
         **sizes,
     )  # fmt: skip
-    return normalise(o, qkv, z, a, heads, pending, replay)
+    return normalise(o, inputs, pending, replay)
 
 
-def _columns_of_chain(heads: DeltaHeads, batch: int, rows: int, columns: int, precision: str) -> tuple[int, int | None]:
+def columns_of_chain(
+    heads: DeltaHeads, batch: int, rows: int, columns: int, precision: str, many: int = MANY
+) -> tuple[int, int | None]:
     """Columns of a state for a program of `_chain`, where others take `columns`, and the limit of its registers.
 
     More programs on a processor are worth some spilled registers.
@@ -88,23 +84,18 @@ def _columns_of_chain(heads: DeltaHeads, batch: int, rows: int, columns: int, pr
         return columns, None
     if rows > 4:
         return columns, 128
-    is_many = heads.value_dim >= 64 and batch * heads.values * cdiv(heads.value_dim, 64) >= _MANY
+    is_many = heads.value_dim >= 64 and batch * heads.values * cdiv(heads.value_dim, 64) >= many
     return (64, 96) if is_many else (columns, None)
 
 
 def normalise(
-    o: torch.Tensor,
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    pending: Pending | None = None,
-    replay: StateReplay | None = None,
+    o: torch.Tensor, inputs: DeltaInputs, pending: Pending | None = None, replay: StateReplay | None = None
 ) -> torch.Tensor:
     """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept.
 
     The previous kernel may write o, but none of the other tensors.
     """
+    qkv, z, _, a, heads, _ = inputs
     sizes = sizes_of(heads, qkv)
     lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // next_power_of_2(heads.value_dim))
     k, g = (pending.k, pending.g) if pending is not None else (None, None)

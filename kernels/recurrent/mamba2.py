@@ -14,7 +14,6 @@ before it. Dao and Gu, "Transformers are SSMs" (2024); y is then gated by z and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,44 +21,10 @@ import torch
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.rowwise import exp, row_sum, silu, softplus
 from specbatch.kernels.dispatch import op
-from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.recurrent.inputs import SsdHeads, SsdInputs
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _CHUNK = 64  # tokens; any number is right
-
-
-@dataclass(frozen=True)
-class SsdHeads:
-    """`count` heads of `dim`; B and C of size `state` for each of `groups` groups of neighbouring heads.
-
-    a_log (A = -e^a_log), d, dt_bias: float32 [count]. norm: weight [count * dim]; each group's columns are normalised
-    for themselves.
-    """
-
-    count: int
-    dim: int
-    groups: int
-    state: int
-    a_log: torch.Tensor
-    d: torch.Tensor
-    dt_bias: torch.Tensor
-    norm: Norm
-
-    @property
-    def columns(self) -> tuple[int, int, int]:
-        """Of x, B and C in a row of the convolution's outputs, and in this order."""
-        return self.count * self.dim, self.groups * self.state, self.groups * self.state
-
-
-class SsdMemory(NamedTuple):
-    """One layer's state of all R device rows.
-
-    state [R, count, dim, n], float32, bfloat16 or float16; pending [R, M, count * dim + groups * n + count], in the
-    type of the activations: x, B and dt (as projected) of the last verify's rows.
-    """
-
-    state: torch.Tensor
-    pending: torch.Tensor
 
 
 def gated_group_norm_ref(
@@ -115,21 +80,13 @@ def _outputs(
     return y + torch.einsum("bijgr,bjgrp->bigrp", weights, tokens.x) + d[..., None] * tokens.x
 
 
-def ssd_prefill_ref(
-    xbc: torch.Tensor,
-    dt: torch.Tensor,
-    z: torch.Tensor,
-    heads: SsdHeads,
-    memory: SsdMemory,
-    spans: RaggedBatch,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """xbc [T, columns], dt [T, count] and z [T, count * dim] of ragged spans -> [T, count * dim], in `out`
-    if given, which is contiguous.
+def ssd_prefill_ref(inputs: SsdInputs, spans: RaggedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Inputs of the tokens of `spans` -> [T, count * dim], in `out` if given, which is contiguous.
 
     A span that starts at 0 begins without a state, any other with that of its slot. The slot then holds the state after
     the last token.
     """
+    xbc, dt, z, heads, memory = inputs
     x, b, c = xbc.split(heads.columns, 1)
     decay, d = decays(heads)
     y = xbc.new_empty(x.shape)
@@ -149,13 +106,12 @@ def ssd_prefill_ref(
     return y if out is None else out.copy_(y)
 
 
-def ssd_verify_ref(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, replay: StateReplay
-) -> torch.Tensor:
-    """xbc [B * N, columns], dt [B * N, count] and z [B * N, count * dim] of N rows a sequence -> [B * N, count * dim].
+def ssd_verify_ref(inputs: SsdInputs, replay: StateReplay) -> torch.Tensor:
+    """Inputs of N rows of each sequence -> [B * N, count * dim].
 
     What was kept of the last verify goes into the state first; these rows are then pending.
     """
+    xbc, dt, z, heads, memory = inputs
     decay, d = decays(heads)
     count, widths = len(replay.rows), (heads.columns[0], heads.columns[1], heads.count)
     order, kept = replay.replayed_rows(memory.pending.shape[1])

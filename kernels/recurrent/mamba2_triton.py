@@ -18,7 +18,7 @@ import triton.language as tl
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
-from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
+from specbatch.kernels.recurrent.inputs import SsdInputs
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 CHUNK = 64  # tokens of a prompt at a time
@@ -26,18 +26,10 @@ _CHAIN = 4  # rows of a chain, new or replayed, that are computed one by one
 _CHAIN_ROWS = 8  # of a state, in a program of such a verify
 
 
-def ssd_prefill(
-    xbc: torch.Tensor,
-    dt: torch.Tensor,
-    z: torch.Tensor,
-    heads: SsdHeads,
-    memory: SsdMemory,
-    spans: RaggedBatch,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def ssd_prefill(inputs: SsdInputs, spans: RaggedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
     """`ssd_prefill_ref`."""
-    assert out is None or out.is_contiguous(), "out must be contiguous"
-    y = xbc.new_empty(len(xbc), heads.columns[0]) if out is None else out
+    xbc, dt, _, heads, memory = inputs
+    y = heads.outputs(xbc, out)
     exact = xbc.dtype == torch.float32
     rows = min(64, tile_side(heads.dim))
     tiles = cdiv(heads.dim, rows)
@@ -48,19 +40,17 @@ def ssd_prefill(
         ROWS=rows, BLOCK_S=tile_side(heads.state), CHUNK=32 if exact else CHUNK,
         num_warps=4, num_stages=1 if exact else 2, **pdl(xbc),
     )  # fmt: skip
-    return finish_rows(y, z, heads)
+    return finish_rows(y, inputs)
 
 
-def ssd_verify(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, replay: StateReplay
-) -> torch.Tensor:
+def ssd_verify(inputs: SsdInputs, replay: StateReplay) -> torch.Tensor:
     """`ssd_verify_ref`.
 
     The memory, replay.rows, replay.counts and replay.path are read before the previous kernel has ended: that kernel,
     as a rule the convolution, must not write them.
     """
-    y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
-    state, pending = memory
+    xbc, dt, _, heads, (state, pending) = inputs
+    y = heads.outputs(xbc, None)
     n, most = len(xbc) // len(replay.rows), pending.shape[1]
     old, new = tile_side(most), tile_side(n)
     if replay.path is None and replay.ancestors is None and max(n, most) <= _CHAIN:
@@ -70,7 +60,7 @@ def ssd_verify(
             HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, HELD=most, N=n,
             ROWS=_CHAIN_ROWS, BLOCK_S=tile_side(heads.state), num_warps=1, **pdl(xbc),
         )  # fmt: skip
-        return finish_rows(y, z, heads, (xbc, dt, pending, replay.rows, n))
+        return finish_rows(y, inputs, replay)
     rows, warps = _tile(xbc.dtype == torch.float32, max(old, new) > 16)
     _verify[(cdiv(heads.dim, rows) * heads.count, len(replay.rows))](
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias,
@@ -81,23 +71,19 @@ def ssd_verify(
         ROWS=rows, BLOCK_S=tile_side(heads.state), OLD=old, NEW=new,
         num_warps=warps, **pdl(xbc),
     )  # fmt: skip
-    return finish_rows(y, z, heads, (xbc, dt, pending, replay.rows, n))
+    return finish_rows(y, inputs, replay)
 
 
-def finish_rows(
-    y: torch.Tensor,
-    z: torch.Tensor,
-    heads: SsdHeads,
-    keep: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int] | None = None,
-) -> torch.Tensor:
-    """Gate and normalise y in its place. `keep`: a verify's xbc, dt, pending and rows, and how many of a sequence.
+def finish_rows(y: torch.Tensor, inputs: SsdInputs, replay: StateReplay | None = None) -> torch.Tensor:
+    """Gate and normalise y in its place; the inputs of a verify are kept.
 
     The previous kernel may write y and a state, but none of the other tensors.
     """
-    given: tuple[torch.Tensor | int | None, ...] = keep or (None, None, None, None, 1)
+    xbc, dt, z, heads, (_, pending) = inputs
+    given: tuple[torch.Tensor | int | None, ...] = (None, None, None, None, 1)
     strides = (0, 0, 0, 0)
-    if keep is not None:
-        xbc, dt, pending, _, _ = keep
+    if replay is not None:
+        given = xbc, dt, pending, replay.rows, len(y) // len(replay.rows)
         strides = xbc.stride(0), dt.stride(0), pending.stride(0), pending.stride(1)
     width = heads.columns[0] // heads.groups
     block = next_power_of_2(max(width, heads.state))

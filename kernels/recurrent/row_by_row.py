@@ -13,31 +13,18 @@ import torch
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.rowwise import exp, row_sum
-from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, gated_rms_norm_ref, split_inputs
-from specbatch.kernels.recurrent.mamba2 import (
-    SsdHeads,
-    SsdMemory,
-    decays,
-    gated_group_norm_ref,
-    prepare_tokens,
-)
+from specbatch.kernels.recurrent.gated_delta import gated_rms_norm_ref, split_inputs
+from specbatch.kernels.recurrent.inputs import DeltaInputs, Pending, SsdHeads, SsdInputs
+from specbatch.kernels.recurrent.mamba2 import decays, gated_group_norm_ref, prepare_tokens
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 # The state float32 [B, ...] before a row and the row's index -> the state after it, and what else the row computes.
 Advance = Callable[[torch.Tensor, int], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
 
 
-def delta_prefill(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
-    spans: RaggedBatch,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def delta_prefill(inputs: DeltaInputs, spans: RaggedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
     """As `delta_prefill_ref`."""
+    qkv, z, b, a, heads, state = inputs
     q, k, v, g, beta = split_inputs(qkv, b, a, heads)
     o = torch.empty_like(v)
     for begin, end, start, row in zip(spans.offsets, spans.offsets[1:], spans.starts, spans.rows, strict=False):
@@ -49,17 +36,9 @@ def delta_prefill(
     return y if out is None else out.copy_(y)
 
 
-def delta_verify(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
-    pending: Pending,
-    replay: StateReplay,
-) -> torch.Tensor:
+def delta_verify(inputs: DeltaInputs, pending: Pending, replay: StateReplay) -> torch.Tensor:
     """As `delta_verify_ref`."""
+    qkv, z, b, a, heads, state = inputs
     batch, repeats = len(replay.rows), heads.values // heads.keys
     q, k, v, g, beta = (x.unflatten(0, (batch, -1)) for x in split_inputs(qkv, b, a, heads))
     old = Pending(*(item[replay.rows].float() for item in pending))
@@ -102,16 +81,9 @@ def _delta_update(s: torch.Tensor, k: torch.Tensor, u: torch.Tensor, dtype: torc
     return (s + k[..., None] * u[..., None, :]).to(dtype).float()
 
 
-def ssd_prefill(
-    xbc: torch.Tensor,
-    dt: torch.Tensor,
-    z: torch.Tensor,
-    heads: SsdHeads,
-    memory: SsdMemory,
-    spans: RaggedBatch,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def ssd_prefill(inputs: SsdInputs, spans: RaggedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
     """As `ssd_prefill_ref`."""
+    xbc, dt, z, heads, memory = inputs
     x, b, c = xbc.split(heads.columns, 1)
     rows = _SsdRows(heads, x[None], b[None], dt[None], c[None], memory.state.dtype)
     y = xbc.new_empty(x.shape)
@@ -126,10 +98,9 @@ def ssd_prefill(
     return y if out is None else out.copy_(y)
 
 
-def ssd_verify(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, replay: StateReplay
-) -> torch.Tensor:
+def ssd_verify(inputs: SsdInputs, replay: StateReplay) -> torch.Tensor:
     """As `ssd_verify_ref`."""
+    xbc, dt, z, heads, memory = inputs
     count, widths = len(replay.rows), (heads.columns[0], heads.columns[1], heads.count)
     x, b, dt_before = memory.pending[replay.rows].split(widths, 2)
     old = _SsdRows(heads, x, b, dt_before, None, memory.state.dtype)

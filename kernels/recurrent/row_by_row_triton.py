@@ -21,9 +21,8 @@ import triton.language as tl
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, tile_side
-from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, gated_norm
-from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
+from specbatch.kernels.recurrent.inputs import DeltaInputs, Pending, SsdInputs
 from specbatch.kernels.recurrent.mamba2_triton import finish_rows, step_of
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
@@ -33,76 +32,47 @@ LINES = 16  # heads of tokens in a program of what needs no state
 _GATES = tl.constexpr(5)  # of a value head: decay, beta, the factors of q and k, their product
 
 
-def delta_prefill(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
-    spans: RaggedBatch,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def delta_prefill(inputs: DeltaInputs, spans: RaggedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
     """`delta_prefill_ref`."""
-    gates, o = _delta_gates(qkv, b, a, heads), heads.outputs(qkv, out)
-    _launch_delta(qkv, gates, heads, state, o, spans.table.shape[1] - 1, spans=spans)
-    return _delta_finish(o, qkv, z, gates, heads)
+    gates, o = _delta_gates(inputs), inputs.heads.outputs(inputs.qkv, out)
+    _launch_delta(inputs, gates, o, spans.table.shape[1] - 1, spans=spans)
+    return _delta_finish(o, inputs, gates)
 
 
-def delta_verify(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
-    pending: Pending,
-    replay: StateReplay,
-) -> torch.Tensor:
+def delta_verify(inputs: DeltaInputs, pending: Pending, replay: StateReplay) -> torch.Tensor:
     """`delta_verify_ref`."""
-    gates, o = _delta_gates(qkv, b, a, heads), qkv.new_empty(len(qkv), heads.values, heads.value_dim)
-    batch = len(replay.rows)
+    gates, o = _delta_gates(inputs), inputs.heads.outputs(inputs.qkv, None)
+    total, batch = len(o), len(replay.rows)
     if replay.ancestors is None:
-        _launch_delta(qkv, gates, heads, state, o, batch, pending, replay, rows=len(qkv) // batch)
+        _launch_delta(inputs, gates, o, batch, pending, replay, rows=total // batch)
     else:  # nodes share a state, so it is replayed before any of them reads it
-        _launch_delta(qkv, gates, heads, state, o, batch, pending, replay, rows=0)
-        _launch_delta(qkv, gates, heads, state, o, len(qkv), pending, replay, rows=len(qkv) // batch, is_tree=True)
-    return _delta_finish(o, qkv, z, gates, heads, pending, replay)
+        _launch_delta(inputs, gates, o, batch, pending, replay, rows=0)
+        _launch_delta(inputs, gates, o, total, pending, replay, rows=total // batch, is_tree=True)
+    return _delta_finish(o, inputs, gates, pending, replay)
 
 
-def ssd_prefill(
-    xbc: torch.Tensor,
-    dt: torch.Tensor,
-    z: torch.Tensor,
-    heads: SsdHeads,
-    memory: SsdMemory,
-    spans: RaggedBatch,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def ssd_prefill(inputs: SsdInputs, spans: RaggedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
     """`ssd_prefill_ref`."""
-    assert out is None or out.is_contiguous(), "out must be contiguous"
-    y = xbc.new_empty(len(xbc), heads.columns[0]) if out is None else out
-    _launch_ssd(xbc, dt, y, heads, memory, spans.table.shape[1] - 1, spans=spans)
-    return finish_rows(y, z, heads)
+    y = inputs.heads.outputs(inputs.xbc, out)
+    _launch_ssd(inputs, y, spans.table.shape[1] - 1, spans=spans)
+    return finish_rows(y, inputs)
 
 
-def ssd_verify(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, memory: SsdMemory, replay: StateReplay
-) -> torch.Tensor:
+def ssd_verify(inputs: SsdInputs, replay: StateReplay) -> torch.Tensor:
     """`ssd_verify_ref`."""
-    y = torch.empty(len(xbc), heads.columns[0], dtype=xbc.dtype, device=xbc.device)
-    batch = len(replay.rows)
-    n = len(xbc) // batch
+    y, batch = inputs.heads.outputs(inputs.xbc, None), len(replay.rows)
+    n = len(y) // batch
     if replay.ancestors is None:
-        _launch_ssd(xbc, dt, y, heads, memory, batch, replay, rows=n)
+        _launch_ssd(inputs, y, batch, replay, rows=n)
     else:
-        _launch_ssd(xbc, dt, y, heads, memory, batch, replay, rows=0)
-        _launch_ssd(xbc, dt, y, heads, memory, len(xbc), replay, rows=n, is_tree=True)
-    return finish_rows(y, z, heads, (xbc, dt, memory.pending, replay.rows, n))
+        _launch_ssd(inputs, y, batch, replay, rows=0)
+        _launch_ssd(inputs, y, len(y), replay, rows=n, is_tree=True)
+    return finish_rows(y, inputs, replay)
 
 
-def _delta_gates(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: DeltaHeads) -> torch.Tensor:
+def _delta_gates(inputs: DeltaInputs) -> torch.Tensor:
     """float32 [T, values, 5]."""
+    qkv, _, b, a, heads, _ = inputs
     gates = torch.empty(len(qkv), heads.values, _GATES.value, device=qkv.device)
     lines = len(qkv) * heads.values
     _delta_gates_kernel[(cdiv(lines, LINES),)](
@@ -114,10 +84,8 @@ def _delta_gates(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: Del
 
 
 def _launch_delta(
-    qkv: torch.Tensor,
+    inputs: DeltaInputs,
     gates: torch.Tensor,
-    heads: DeltaHeads,
-    state: torch.Tensor,
     o: torch.Tensor,
     sequences: int,
     pending: Pending | None = None,
@@ -128,6 +96,7 @@ def _launch_delta(
     is_tree: bool = False,
 ) -> None:
     """spans: of a prompt; else `rows` of each sequence. sequences: also nodes of trees, whose states are replayed."""
+    qkv, _, _, _, heads, state = inputs
     table = None if spans is None else spans.table
     slots, counts, path, ancestors = replay or (None, None, None, None)
     old = pending or (None, None, None)
@@ -141,14 +110,13 @@ def _launch_delta(
 
 def _delta_finish(
     o: torch.Tensor,
-    qkv: torch.Tensor,
-    z: torch.Tensor,
+    inputs: DeltaInputs,
     gates: torch.Tensor,
-    heads: DeltaHeads,
     pending: Pending | None = None,
     replay: StateReplay | None = None,
 ) -> torch.Tensor:
     """`gated_rms_norm_ref`, in the memory of o; keys and decays of a verify are kept."""
+    qkv, z, _, _, heads, _ = inputs
     k, g = (None, None) if pending is None else (pending.k, pending.g)
     lines = len(o) * heads.values
     _delta_finish_kernel[(cdiv(lines, LINES),)](
@@ -162,11 +130,8 @@ def _delta_finish(
 
 
 def _launch_ssd(
-    xbc: torch.Tensor,
-    dt: torch.Tensor,
+    inputs: SsdInputs,
     y: torch.Tensor,
-    heads: SsdHeads,
-    memory: SsdMemory,
     sequences: int,
     replay: StateReplay | None = None,
     *,
@@ -175,9 +140,9 @@ def _launch_ssd(
     is_tree: bool = False,
 ) -> None:
     """As `_launch_delta`."""
+    xbc, dt, _, heads, (state, pending) = inputs
     table = None if spans is None else spans.table
     slots, counts, path, ancestors = replay or (None, None, None, None)
-    state, pending = memory
     _ssd_walk[(sequences * heads.count * cdiv(heads.dim, ROWS),)](
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias, table, slots, counts, path,
         ancestors if is_tree else None, rows, xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0),

@@ -1,7 +1,7 @@
 """Causal depthwise convolution over the last few tokens, with a window as its state (gated delta nets, Mamba2, LFM2).
 
 y_t = sum over j of weight[:, j] * u_{t - K + 1 + j} + bias, then silu if `activation`. u is x, or where a gate `before`
-is given (LFM2) before * x in the type of x; `after` multiplies what comes out, likewise. All gates have x's shape.
+is given (LFM2) before * x in the type of x; `after` multiplies what comes out, likewise.
 
 A window holds the last K - 1 inputs u, oldest first, not yet activated. Rows may be columns of a wider GEMM output: x
 and the gates [T, C] have any row stride, as windows and pending inputs have any between device rows. Sums are float32,
@@ -18,56 +18,34 @@ import torch.nn.functional as F
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.rowwise import silu
 from specbatch.kernels.dispatch import op
+from specbatch.kernels.recurrent.inputs import ConvInputs
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
-MOST_TAPS = 17  # K; the first tile of a prompt pass, of 16 tokens, is the only one that looks into a window
 
+def conv_prefill_ref(inputs: ConvInputs, spans: RaggedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Inputs of the tokens of `spans` -> [T, C], in `out` if given, which is contiguous.
 
-def conv_prefill_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: torch.Tensor,
-    spans: RaggedBatch,
-    *,
-    activation: bool,
-    before: torch.Tensor | None = None,
-    after: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x [T, C] of `spans`, weight [C, K], bias [C] -> [T, C], in `out` if given, which is contiguous.
-
-    window [R, K - 1, C] of all device rows: read where a span continues from one, then set to that after its last
-    token."""
+    The window is read where a span continues from one, then set to that after its last token."""
+    x, weight, bias, window, activation, before, after = inputs
     taps, y = weight.shape[1], x.new_empty(x.shape)
     u = x if before is None else before * x
     for begin, end, start, row in zip(spans.offsets, spans.offsets[1:], spans.starts, spans.rows, strict=False):
         old = window[row] if start else torch.zeros_like(window[row])
-        inputs = torch.cat([old.float(), u[begin:end].float()])
-        at_taps = (inputs[tap : tap + end - begin] for tap in range(taps))
+        known = torch.cat([old.float(), u[begin:end].float()])
+        at_taps = (known[tap : tap + end - begin] for tap in range(taps))
         y[begin:end] = _convolve(at_taps, weight, bias, activation)
-        window[row] = inputs[end - begin :]
+        window[row] = known[end - begin :]
     y = y if after is None else after * y
     return y if out is None else out.copy_(y)
 
 
-def conv_verify_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: torch.Tensor,
-    pending: torch.Tensor,
-    replay: StateReplay,
-    *,
-    activation: bool,
-    before: torch.Tensor | None = None,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x [B * N, C] -> [B * N, C], after the accepted inputs of the last verify.
+def conv_verify_ref(inputs: ConvInputs, pending: torch.Tensor, replay: StateReplay) -> torch.Tensor:
+    """Inputs of N rows of each sequence -> [B * N, C], after the accepted inputs of the last verify.
 
-    window [R, K - 1, C] takes those in; pending [R, M, C], N <= M: inputs of a row's last verify, of which
-    `replay.counts` are kept, then those of this one. Device row 0 is left alone.
+    The window takes those in; pending [R, M, C], N <= M: inputs of a row's last verify, of which `replay.counts` are
+    kept, then those of this one. Device row 0 is left alone.
     """
+    x, weight, bias, window, activation, before, after = inputs
     taps, batch, device = weight.shape[1], len(replay.rows), x.device
     u = (x if before is None else before * x).unflatten(0, (batch, -1))
     count = u.shape[1]
@@ -77,9 +55,9 @@ def conv_verify_ref(
     # The window ends after the last accepted row.
     places = there.sum(1, keepdim=True) + torch.arange(taps - 1, device=device)
     recent = history.gather(1, places[..., None].expand(-1, -1, x.shape[1]))
-    inputs = torch.cat([recent.float(), u.float()], 1)
+    known = torch.cat([recent.float(), u.float()], 1)
     sequence = torch.arange(batch, device=device)[:, None, None]
-    at_taps = inputs[sequence, _lineage(replay, count, taps)].unbind(2)
+    at_taps = known[sequence, _lineage(replay, count, taps)].unbind(2)
     real = replay.rows != 0
     window[replay.rows[real]] = recent[real]
     pending[replay.rows[real], :count] = u[real].to(pending.dtype)

@@ -15,7 +15,7 @@ import triton.language as tl
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
-from specbatch.kernels.recurrent.short_conv import MOST_TAPS
+from specbatch.kernels.recurrent.inputs import MOST_TAPS, ConvInputs
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 _TOKENS = MOST_TAPS - 1  # of a program of a prompt pass; as many as a window may have
@@ -24,19 +24,9 @@ _CHAIN = 8  # chains of up to this many rows count as short
 _CHANNELS = 512  # of a program of a prompt pass or a chain
 
 
-def conv_prefill(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: torch.Tensor,
-    spans: RaggedBatch,
-    *,
-    activation: bool,
-    before: torch.Tensor | None = None,
-    after: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def conv_prefill(inputs: ConvInputs, spans: RaggedBatch, out: torch.Tensor | None = None) -> torch.Tensor:
     """`conv_prefill_ref`."""
+    x, weight, bias, window, activation, before, after = inputs
     assert out is None or out.is_contiguous(), "out must be contiguous"
     y, tiles = x.new_empty(x.shape) if out is None else out, spans.tiles(_TOKENS)
     _conv_prefill[(len(tiles), cdiv(x.shape[1], _CHANNELS))](
@@ -49,23 +39,13 @@ def conv_prefill(
     return y
 
 
-def conv_verify(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: torch.Tensor,
-    pending: torch.Tensor,
-    replay: StateReplay,
-    *,
-    activation: bool,
-    before: torch.Tensor | None = None,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
+def conv_verify(inputs: ConvInputs, pending: torch.Tensor, replay: StateReplay) -> torch.Tensor:
     """`conv_verify_ref`, for window and pending of one type.
 
     The previous kernel, as a rule a GEMM, must write none of weight, bias, window, pending and the tensors of `replay`:
     the kernel for short chains reads them before the previous one has ended.
     """
+    x, weight, bias, window, activation, before, after = inputs
     assert window.dtype == pending.dtype, f"the window is {window.dtype}, pending inputs are {pending.dtype}"
     y, rows = x.new_empty(x.shape), len(x) // len(replay.rows)
     tensors = x, before, after, weight, bias, window, pending, replay.rows, replay.counts, replay.path

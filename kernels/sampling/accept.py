@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from specbatch.kernels.common.packed_rows import PackedRows
+
 
 class Proposal(NamedTuple):
     """N - 1 drafts after each root, as a chain or a tree.
@@ -20,6 +22,8 @@ class Proposal(NamedTuple):
     confidence     float32 [B, N-1]: the predicted probability that each draft is accepted, given that those before it
                    are. It may depend on the drafts before, never on the draft itself (`engine.device.verify_budget`).
                    None where nothing asks for it or the drafter has none
+    packed         rows that the verify computes; None for all of them
+    levels         int64 [B, N-1]: of the confidence in each draft, for `verify_budget.learn`; None without a budget
     """
 
     tokens: torch.Tensor
@@ -28,6 +32,8 @@ class Proposal(NamedTuple):
     ancestors: torch.Tensor | None = None
     of_corpus: torch.Tensor | None = None
     confidence: torch.Tensor | None = None
+    packed: PackedRows | None = None
+    levels: torch.Tensor | None = None
 
 
 class BatchRows(NamedTuple):

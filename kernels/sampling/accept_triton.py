@@ -17,9 +17,9 @@ from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.argmax_topk import Maxima, Scores
 from specbatch.kernels.sampling.rng_triton import simulated_accept
 
-_BLOCK = 2048  # logits that a program handles at once
-_PROGRAMS = 2048  # enough to fill a large device
-_FEW = 256  # with no more programs than these, half a block each takes less time
+BLOCK = 2048  # logits that a program handles at once
+PROGRAMS = 2048  # enough to fill a large device
+FEW = 256  # with no more programs than these, half a block each takes less time
 
 
 @triton.jit
@@ -156,11 +156,13 @@ def _commit_kernel(
     tl.store(packed + N + 2, is_finite)
 
 
-def argmax_partials(logits: torch.Tensor, first: int = 0, count: int | None = None) -> torch.Tensor:
+def argmax_partials(
+    logits: torch.Tensor, first: int = 0, count: int | None = None, *, programs: int = PROGRAMS, few: int = FEW
+) -> torch.Tensor:
     """The largest of each chunk of each row of logits [M, V] or [B, n, V], as `pack` has it: int64 [M, chunks], M being
     B * n. Rows may be apart in memory, their elements not. first: the token of column 0; count: columns that count,
     None: all."""
-    return _partials(logits, first, count, has_sums=False)[0]
+    return _partials(logits, first, count, has_sums=False, programs=programs, few=few)[0]
 
 
 def argmax_partials_and_sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,34 +173,25 @@ def argmax_partials_and_sums(logits: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _partials(
-    logits: torch.Tensor, first: int, count: int | None, *, has_sums: bool
+    logits: torch.Tensor, first: int, count: int | None, *, has_sums: bool, programs: int = PROGRAMS, few: int = FEW
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert logits.stride(-1) == 1, "the logits of a row must be adjacent"
     vocabulary = logits.shape[-1]
     group = logits.shape[1] if logits.dim() == 3 else 1
     rows = logits.shape[0] * group
-    block = _BLOCK
-    if rows * cdiv(vocabulary, block) <= _FEW:
+    block = BLOCK
+    if rows * cdiv(vocabulary, block) <= few:
         block //= 2
     blocks = cdiv(vocabulary, block)
-    steps = cdiv(blocks, max(1, _PROGRAMS // rows))
+    steps = cdiv(blocks, max(1, programs // rows))
     chunks = cdiv(blocks, steps)
     partials = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
     sums = torch.empty(rows, chunks, device=logits.device) if has_sums else None
     _argmax_kernel[(rows, chunks)](
-        logits,
-        partials,
-        sums,
-        vocabulary if count is None else count,
-        first,
-        group,
-        logits.stride(0),
-        logits.stride(-2),
-        chunks,
-        steps,
-        BLOCK=block,
-        **pdl(logits),
-    )
+        logits, partials, sums, vocabulary if count is None else count, first, group, logits.stride(0),
+        logits.stride(-2), chunks, steps,
+        BLOCK=block, **pdl(logits),
+    )  # fmt: skip
     return partials, sums
 
 
@@ -250,18 +243,10 @@ def commit(
     batch, n = len(slots), drafts.shape[1] + 1
     packed = torch.empty(batch, n + 3, dtype=torch.int64, device=slots.device)
     _commit_kernel[(batch,)](
-        drafts=drafts,
-        drafted=drafted,
-        accepted=drafted if accepted is None else accepted,
-        seeds=seeds,
-        tokens=tokens,
-        lengths=lengths,
-        rows=slots,
-        packed=packed,
-        width=tokens.shape[1],
-        GIVEN=accepted is not None,
+        drafts=drafts, drafted=drafted, accepted=drafted if accepted is None else accepted, seeds=seeds, tokens=tokens,
+        lengths=lengths, rows=slots, packed=packed, width=tokens.shape[1], GIVEN=accepted is not None,
         **chosen.launch(n, simulate),
-    )
+    )  # fmt: skip
     return packed
 
 
@@ -276,18 +261,9 @@ def popcount(x):
 
 @triton.jit
 def _verify_inputs_kernel(
-    tokens,
-    lengths,
-    rows,
-    drafts,
-    ancestors,
-    verify_tokens,
-    positions,
-    width,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    tokens, lengths, rows, drafts, ancestors, verify_tokens, positions, width,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_N)
@@ -315,17 +291,7 @@ def verify_inputs(
     verify_tokens = torch.empty(batch * n, dtype=torch.int64, device=rows.device)
     positions = torch.empty_like(verify_tokens)
     _verify_inputs_kernel[(batch,)](
-        tokens,
-        lengths,
-        rows,
-        drafts,
-        ancestors,
-        verify_tokens,
-        positions,
-        tokens.shape[1],
-        N=n,
-        BLOCK_N=next_power_of_2(n),
-        **pdl(rows),
-        num_warps=1,
-    )
+        tokens, lengths, rows, drafts, ancestors, verify_tokens, positions, tokens.shape[1],
+        N=n, BLOCK_N=next_power_of_2(n), **pdl(rows), num_warps=1,
+    )  # fmt: skip
     return verify_tokens, positions

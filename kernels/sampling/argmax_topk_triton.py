@@ -25,21 +25,9 @@ _NOTHING = tl.constexpr(-(1 << 63))  # below whatever `pack` makes
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "chances"])  # columns of tables
 def _likeliest_kernel(
-    partials,
-    sums,
-    ids,
-    tokens,
-    chances,
-    embedding,
-    embedded,
-    chunks,
-    spacing,
-    chance_spacing,
-    width,
-    BLOCK_CHUNKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    partials, sums, ids, tokens, chances, embedding, embedded, chunks, spacing, chance_spacing, width,
+    BLOCK_CHUNKS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk = tl.arange(0, BLOCK_CHUNKS)
@@ -113,21 +101,10 @@ def _finish(
     rows, chunks = partials.shape
     width = 0 if embedding is None else embedding.shape[1]
     _likeliest_kernel[(rows, max(1, cdiv(width, _COLUMNS)))](
-        partials,
-        sums,
-        ids,
-        tokens,
-        chances,
-        embedding,
-        embedded,
-        chunks,
-        tokens.stride(-1),
-        0 if chances is None else chances.stride(-1),
-        width,
-        BLOCK_CHUNKS=next_power_of_2(chunks),
-        COLUMNS=_COLUMNS,
-        **pdl(partials),
-    )
+        partials, sums, ids, tokens, chances, embedding, embedded, chunks, tokens.stride(-1),
+        0 if chances is None else chances.stride(-1), width,
+        BLOCK_CHUNKS=next_power_of_2(chunks), COLUMNS=_COLUMNS, **pdl(partials),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -154,18 +131,9 @@ def _block_kernel(
 
 @triton.jit
 def _children_kernel(
-    keys,
-    tops,
-    sums,
-    ids,
-    scores,
-    tokens,
-    blocks,
-    TOPK: tl.constexpr,
-    BLOCK_TOPK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    keys, tops, sums, ids, scores, tokens, blocks,
+    TOPK: tl.constexpr, BLOCK_TOPK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block, place = tl.arange(0, BLOCKS), tl.arange(0, BLOCK_TOPK)
@@ -210,17 +178,7 @@ def topk_logprobs(
     )
     block_topk, many = next_power_of_2(topk), next_power_of_2(blocks)
     _children_kernel[(len(rows),)](
-        keys,
-        tops,
-        sums,
-        ids,
-        scores,
-        tokens,
-        blocks,
-        TOPK=topk,
-        BLOCK_TOPK=block_topk,
-        BLOCKS=many,
-        num_warps=8 if block_topk * many > 2048 else 4,
-        **settings,
-    )
+        keys, tops, sums, ids, scores, tokens, blocks,
+        TOPK=topk, BLOCK_TOPK=block_topk, BLOCKS=many, num_warps=8 if block_topk * many > 2048 else 4, **settings,
+    )  # fmt: skip
     return scores, tokens

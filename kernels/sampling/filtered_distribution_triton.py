@@ -23,8 +23,8 @@ from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 from specbatch.kernels.sampling.accept_triton import argmax_partials, unpack
 from specbatch.kernels.sampling.filtered_distribution import SamplingTensors
 
-_BLOCK = 8192  # logits that a program handles at once, and the longest list
-_WARPS = 16  # 32 are slower, by 9 to 60 us a call
+BLOCK = 8192  # logits that a program handles at once, and the longest list
+WARPS = 16  # 32 are slower, by 9 to 60 us a call
 # Columns of a row's filter, float64 [rows, 8]. Token `id` of logit x has weight exp2((x - PEAK) * SCALE) if that is at
 # least FLOOR and x > CUT, or x == CUT and id <= LAST. SCALE 0: ARGMAX has all the weight.
 PEAK, _SCALE, _FLOOR, _CUT, _LAST, ARGMAX = (tl.constexpr(column) for column in range(6))
@@ -111,19 +111,9 @@ def _nth_equal(source, ids, count, value, nth, LISTED: tl.constexpr, BLOCK: tl.c
 
 @triton.jit
 def _cut_at(
-    source,
-    ids,
-    count,
-    low,
-    top_k,
-    top_p,
-    total,
-    peak,
-    scale,
-    LISTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
-):
+    source, ids, count, low, top_k, top_p, total, peak, scale,
+    LISTED: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
     """The smallest logit that top-k, then top-p leave, and the last id of those that equal it.
 
     source: the row, or a list of all its logits >= low with their ids; total: weight of the row.
@@ -296,6 +286,8 @@ def filter_logits(
     min_p: torch.Tensor,
     *,
     truncated: bool,
+    block: int = BLOCK,
+    warps: int = WARPS,
 ) -> FilteredDistribution:
     """The filtered distributions of contiguous logits [B * n, V], as `probabilities_ref`, in three launches.
 
@@ -308,29 +300,18 @@ def filter_logits(
     columns = torch.empty(rows, COLUMNS.value, dtype=torch.float64, device=device)
     listed = rows if truncated else 0
     _filter_kernel[(rows,)](
-        logits,
-        partials,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        columns,
-        torch.empty(listed, _BLOCK, dtype=logits.dtype, device=device),
-        torch.empty(listed, _BLOCK, dtype=torch.int32, device=device),
-        vocabulary,
-        rows // len(temperature),
+        logits, partials, temperature, top_k, top_p, min_p, columns,
+        torch.empty(listed, block, dtype=logits.dtype, device=device),
+        torch.empty(listed, block, dtype=torch.int32, device=device), vocabulary, rows // len(temperature),
         partials.shape[1],
-        BLOCK_CHUNKS=max(64, next_power_of_2(partials.shape[1])),
-        TRUNCATED=truncated,
-        SHIFT={torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype],
-        BLOCK=_BLOCK,
-        num_warps=_WARPS if truncated else 1,
-        **pdl(logits),
-    )
-    blocks = cdiv(vocabulary, _BLOCK)
+        BLOCK_CHUNKS=max(64, next_power_of_2(partials.shape[1])), TRUNCATED=truncated,
+        SHIFT={torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[logits.dtype], BLOCK=block,
+        num_warps=warps if truncated else 1, **pdl(logits),
+    )  # fmt: skip
+    blocks = cdiv(vocabulary, block)
     sums = torch.empty(rows, blocks, dtype=torch.float64, device=device)
-    _sums_kernel[(rows, blocks)](logits, columns, sums, vocabulary, BLOCK=_BLOCK, num_warps=8, **pdl(logits))
-    return FilteredDistribution(logits, columns, sums, _BLOCK)
+    _sums_kernel[(rows, blocks)](logits, columns, sums, vocabulary, BLOCK=block, num_warps=8, **pdl(logits))
+    return FilteredDistribution(logits, columns, sums, block)
 
 
 def launch_of(dist: FilteredDistribution) -> dict[str, Any]:

@@ -61,19 +61,10 @@ def grammar_mask(
     assert ids is None or ids.stride(-1) == 1, "the ids of a row must be adjacent"
     grid = (batch * nodes, cdiv(vocabulary, _BLOCK))
     _mask_kernel[grid](
-        logits,
-        ids,
-        tables,
-        grammars,
-        states,
-        value,
-        nodes,
-        vocabulary,
-        logits.stride(0),
-        logits.stride(1),
+        logits, ids, tables, grammars, states, value, nodes, vocabulary, logits.stride(0), logits.stride(1),
         ids.stride(0) if ids is not None and ids.dim() == 2 else 0,
         BLOCK=_BLOCK,
-    )
+    )  # fmt: skip
 
 
 def grammar_step(

@@ -66,21 +66,9 @@ def _unit(bits):
 
 @triton.jit
 def _sample_kernel(
-    logits,
-    dists,
-    sums,
-    seeds,
-    positions,
-    tokens,
-    finite,
-    vocabulary,
-    per_sequence,
-    blocks,
-    OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, dists, sums, seeds, positions, tokens, finite, vocabulary, per_sequence, blocks,
+    OFFSET: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     dist = dists + row * COLUMNS
@@ -152,20 +140,9 @@ def _accept_kernel(
 
 @triton.jit
 def _residual_kernel(
-    logits,
-    dists,
-    sums,
-    q,
-    drafted,
-    accepted,
-    scales,
-    residuals,
-    vocabulary,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, dists, sums, q, drafted, accepted, scales, residuals, vocabulary,
+    N: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Sums of max(scale * p - q, 0), by block, after the last accepted draft, or with `scales` after every prefix; 0
     where no draft follows."""
     wait_for_previous_kernel(PDL)
@@ -190,17 +167,9 @@ def _residual_kernel(
 
 @triton.jit
 def _longest_prefix(
-    scales,
-    residuals,
-    seeds,
-    positions,
-    limit,
-    sequence,
-    blocks,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+    scales, residuals, seeds, positions, limit, sequence, blocks,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
     """Drafts, at most `limit`, that block verification accepts."""
     place, block = tl.arange(0, BLOCK_N), tl.arange(0, BLOCKS)
     is_draft = place < N - 1
@@ -216,26 +185,9 @@ def _longest_prefix(
 
 @triton.jit
 def _bonus_kernel(
-    logits,
-    dists,
-    sums,
-    q,
-    drafts,
-    drafted,
-    seeds,
-    positions,
-    accepted,
-    scales,
-    residuals,
-    tokens,
-    vocabulary,
-    blocks,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, dists, sums, q, drafts, drafted, seeds, positions, accepted, scales, residuals, tokens, vocabulary, blocks,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     sequence = tl.program_id(0).to(tl.int64)
     if scales is not None:
@@ -278,19 +230,9 @@ def sample(
     tokens = torch.empty_like(positions)
     finite = torch.empty(positions.shape, dtype=torch.bool, device=positions.device)
     _sample_kernel[(tokens.numel(),)](
-        *dist[:3],
-        seeds,
-        positions,
-        tokens,
-        finite,
-        dist.logits.shape[1],
-        positions.shape[1],
-        dist.sums.shape[1],
-        OFFSET=offset_of(stream),
-        BLOCK=dist.block,
-        num_warps=_WARPS,
-        **launch_of(dist),
-    )
+        *dist[:3], seeds, positions, tokens, finite, dist.logits.shape[1], positions.shape[1], dist.sums.shape[1],
+        OFFSET=offset_of(stream), BLOCK=dist.block, num_warps=_WARPS, **launch_of(dist),
+    )  # fmt: skip
     return tokens, finite
 
 
@@ -336,45 +278,16 @@ def rejection_sample(
     common = {"N": n, "scales": scales, **launch_of(dist)}
     block_n = next_power_of_2(n)
     _accept_kernel[(batch,)](
-        *dist[:3],
-        q,
-        drafts,
-        drafted,
-        seeds,
-        positions,
-        accepted,
-        finite=finite,
-        vocabulary=vocabulary,
-        blocks=blocks,
-        BLOCK_N=block_n,
-        **common,
-    )
+        *dist[:3], q, drafts, drafted, seeds, positions, accepted,
+        finite=finite, vocabulary=vocabulary, blocks=blocks, BLOCK_N=block_n, **common,
+    )  # fmt: skip
     _residual_kernel[(rows, blocks)](
-        *dist[:3],
-        q,
-        drafted,
-        accepted,
-        residuals=residuals,
-        vocabulary=vocabulary,
-        BLOCK=dist.block,
-        num_warps=8,
-        **common,
-    )
+        *dist[:3], q, drafted, accepted,
+        residuals=residuals, vocabulary=vocabulary, BLOCK=dist.block, num_warps=8, **common,
+    )  # fmt: skip
     _bonus_kernel[(batch,)](
-        *dist[:3],
-        q,
-        drafts,
-        drafted,
-        seeds,
-        positions,
-        accepted,
-        residuals=residuals,
-        tokens=tokens,
-        vocabulary=vocabulary,
-        blocks=blocks,
-        BLOCK_N=block_n,
-        BLOCK=dist.block,
-        num_warps=_WARPS,
-        **common,
-    )
+        *dist[:3], q, drafts, drafted, seeds, positions, accepted,
+        residuals=residuals, tokens=tokens, vocabulary=vocabulary, blocks=blocks, BLOCK_N=block_n, BLOCK=dist.block,
+        num_warps=_WARPS, **common,
+    )  # fmt: skip
     return tokens, accepted, finite

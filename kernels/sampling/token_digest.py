@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from specbatch.kernels.dispatch import op
+from specbatch.kernels.sampling.rng import GOLDEN, MIX1, MIX2
 
 KEPT = 64  # digests of the last steps
-_PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # as in splitmix64, odd
 
 
 def new_history(device: torch.device) -> torch.Tensor:
@@ -30,8 +30,8 @@ def token_digest_ref(
     place = torch.arange(values.shape[1], device=values.device)
     token = place - count
     counts = (place < drafted) & (token < 0) | (token >= 0) & (token <= accepted) | (token > count)
-    mixed = (values + torch.arange(values.numel(), device=values.device).view_as(values) * _PLACE) * _FIRST
-    mixed = (mixed ^ mixed >> 32) * _SECOND
+    mixed = (values + torch.arange(values.numel(), device=values.device).view_as(values) * GOLDEN) * MIX1
+    mixed = (mixed ^ mixed >> 32) * MIX2
     digest = (mixed * (counts & (slots > 0)[:, None])).sum()
     history.index_copy_(0, 1 + history[:1] % KEPT, digest[None])
     history[:1] += 1

@@ -7,26 +7,15 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.sampling.token_digest import _FIRST, _PLACE, _SECOND, KEPT
+from specbatch.kernels.sampling.rng import GOLDEN, MIX1, MIX2
 
 
 @triton.jit(do_not_specialize=["total"])
 def _digest_kernel(
-    history,
-    drafts,
-    packed,
-    slots,
-    lengths,
-    total,
-    stride,
-    DRAFTS: tl.constexpr,
-    KEPT: tl.constexpr,
-    PLACE: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    history, drafts, packed, slots, lengths, total, stride,
+    DRAFTS: tl.constexpr, KEPT: tl.constexpr, PLACE: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     WIDTH: tl.constexpr = DRAFTS + 4  # of `packed`
     digest = tl.zeros([BLOCK], tl.int64)
@@ -59,18 +48,6 @@ def token_digest(
     batch, count = drafts.shape
     assert drafts.stride(1) == 1 or count < 2, "drafts of a row must be adjacent"
     _digest_kernel[(1,)](
-        history,
-        drafts,
-        packed,
-        slots,
-        lengths,
-        batch * (2 * count + 5),
-        drafts.stride(0),
-        DRAFTS=count,
-        KEPT=KEPT,
-        PLACE=_PLACE,
-        FIRST=_FIRST,
-        SECOND=_SECOND,
-        BLOCK=1024,
-        **pdl(packed),
-    )
+        history, drafts, packed, slots, lengths, batch * (2 * count + 5), drafts.stride(0),
+        DRAFTS=count, KEPT=len(history) - 1, PLACE=GOLDEN, FIRST=MIX1, SECOND=MIX2, BLOCK=1024, **pdl(packed),
+    )  # fmt: skip

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from specbatch.kernels.common.kv_slots import kv_slots
-from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.kernels.common.kv_slots import VerifiedRows, kv_slots
 from specbatch.kernels.dispatch import op
 
 

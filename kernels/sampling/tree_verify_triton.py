@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import next_power_of_2
-from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.accept_triton import Chosen, load_chosen, popcount
 from specbatch.kernels.sampling.rng_triton import simulated_accept
@@ -93,41 +93,17 @@ def commit_tree(
     packed = torch.empty(batch, n + 3, dtype=torch.int64, device=slots.device)
     path = torch.empty_like(ancestors)
     _commit_tree_kernel[(batch,)](
-        drafts=drafts,
-        drafted=drafted,
-        ancestors=ancestors,
-        seeds=seeds,
-        tokens=tokens,
-        lengths=lengths,
-        rows=slots,
-        packed=packed,
-        path=path,
-        width=tokens.shape[1],
-        **chosen.launch(n, simulate),
-    )
+        drafts=drafts, drafted=drafted, ancestors=ancestors, seeds=seeds, tokens=tokens, lengths=lengths, rows=slots,
+        packed=packed, path=path, width=tokens.shape[1], **chosen.launch(n, simulate),
+    )  # fmt: skip
     return packed, path
 
 
 @triton.jit
 def _move_kernel(
-    keys,
-    values,
-    page_table,
-    rows,
-    lengths,
-    path,
-    accepted,
-    key_layer,
-    value_layer,
-    accepted_stride,
-    width,
-    N: tl.constexpr,
-    PAGE: tl.constexpr,
-    KEY: tl.constexpr,
-    VALUE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    keys, values, page_table, rows, lengths, path, accepted, key_layer, value_layer, accepted_stride, width,
+    N: tl.constexpr, PAGE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     sequence, layer = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     pages = page_table + tl.load(rows + sequence) * width
@@ -152,21 +128,7 @@ def move_accepted_kv(keys: torch.Tensor, values: torch.Tensor, verified: Verifie
     bits = torch.uint8 if keys.itemsize == 1 else keys.dtype
     sizes = kv_heads * dim, kv_heads * values.shape[4]
     _move_kernel[(len(path), layers)](
-        keys.view(bits),
-        values.view(bits),
-        verified.page_table,
-        verified.slots,
-        verified.lengths,
-        path,
-        verified.accepted,
-        keys.stride(0),
-        values.stride(0),
-        verified.accepted.stride(0),
-        verified.page_table.shape[1],
-        N=path.shape[1],
-        PAGE=page_size,
-        KEY=sizes[0],
-        VALUE=sizes[1],
-        BLOCK=next_power_of_2(max(sizes)),
-        **pdl(path),
-    )
+        keys.view(bits), values.view(bits), verified.page_table, verified.slots, verified.lengths, path,
+        verified.accepted, keys.stride(0), values.stride(0), verified.accepted.stride(0), verified.page_table.shape[1],
+        N=path.shape[1], PAGE=page_size, KEY=sizes[0], VALUE=sizes[1], BLOCK=next_power_of_2(max(sizes)), **pdl(path),
+    )  # fmt: skip

@@ -5,11 +5,9 @@ The method is described in `engine.device.verify_budget`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
-from specbatch.kernels.common.packed_rows import PackedRows, pack_rows
+from specbatch.kernels.common.packed_rows import pack_rows
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.accept import Proposal
 
@@ -19,15 +17,6 @@ MOST = 1 << 12  # counted drafts of a level; then both counts are halved, so tha
 # Of a drafter without confidence: the acceptance of a new request, how many drafts it counts as, and the weight of a
 # draft after another verify. A request that has no drafts verified returns to the guess.
 GUESS, GUESSED, MEMORY = 0.7, 2.0, 0.9
-
-
-class Spending(NamedTuple):
-    """proposal: with as many drafts as are verified; packed: the rows of the verify; levels int64 [B, n]: of the
-    confidence in each draft, for `learn`."""
-
-    proposal: Proposal
-    packed: PackedRows
-    levels: torch.Tensor
 
 
 def verified_drafts(conditional: torch.Tensor, drafted: torch.Tensor, total: int) -> torch.Tensor:
@@ -53,8 +42,9 @@ def spend_ref(
     proposal: Proposal,
     temperature: torch.Tensor | None,
     total: int,
-) -> Spending:
-    """Choose the drafts of requests in `slots` int64 [B], 0 for padding, that are verified by `total` rows.
+) -> Proposal:
+    """Choose the drafts of requests in `slots` int64 [B], 0 for padding, that are verified by `total` rows: the
+    proposal with as many drafts, the packed rows and the levels of confidence.
 
     counts int64 [2, 2 * LEVELS + 1] and recent float32 [2, slots + 1]: see `VerifyBudget`; temperature float32 [B]:
     None if all requests are greedy.
@@ -73,17 +63,19 @@ def spend_ref(
     conditional = (accepted + WEIGHT * confidence) / (compared + WEIGHT)
     count = verified_drafts(conditional, torch.where(slots > 0, proposal.drafted, 0), total - batch)
     packed = pack_rows(count + 1, most + 1, total)
-    return Spending(proposal._replace(drafted=torch.minimum(count, proposal.drafted)), packed, levels)
+    return proposal._replace(drafted=torch.minimum(count, proposal.drafted), packed=packed, levels=levels)
 
 
 def learn_ref(
-    counts: torch.Tensor, recent: torch.Tensor, slots: torch.Tensor, spending: Spending, accepted: torch.Tensor
+    counts: torch.Tensor, recent: torch.Tensor, slots: torch.Tensor, proposal: Proposal, accepted: torch.Tensor
 ) -> None:
     """Add a verify that accepted so many drafts int64 [B] to counts and recent. `recent` of slot 0 has no meaning."""
-    verified, place = spending.proposal.drafted, torch.arange(spending.levels.shape[1], device=accepted.device)
+    verified, levels = proposal.drafted, proposal.levels
+    assert levels is not None, "no budget was spent on it"
+    place = torch.arange(levels.shape[1], device=accepted.device)
     compared = torch.minimum(accepted + 1, verified)
     for count, late, number in zip(counts, recent, (compared, accepted), strict=True):
-        count.index_add_(0, spending.levels.flatten(), (place < number[:, None]).flatten().long())
+        count.index_add_(0, levels.flatten(), (place < number[:, None]).flatten().long())
         late[slots] = late[slots] * MEMORY + number
     counts.copy_(torch.where(counts[0] < MOST, counts, counts >> 1))
 

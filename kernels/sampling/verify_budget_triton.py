@@ -15,40 +15,18 @@ from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import next_power_of_2
 from specbatch.kernels.sampling.accept import Proposal
-from specbatch.kernels.sampling.verify_budget import GUESS, GUESSED, LEVELS, MEMORY, MOST, WEIGHT, Spending
+from specbatch.kernels.sampling.verify_budget import GUESS, GUESSED, LEVELS, MEMORY, MOST, WEIGHT
 
 VALUE_BITS = 30  # enough for 1 + the bit pattern of a float32 between 0 and 1
 
 
 @triton.jit(do_not_specialize=["batch", "total", "columns"])
 def _spend_kernel(
-    counts,
-    recent,
-    slots,
-    drafted,
-    confidence,
-    temperature,
-    verified,
-    levels,
-    places,
-    rows,
-    firsts,
-    batch,
-    total,
-    columns,
-    spacing,
-    draft_spacing,
-    DRAFTS: tl.constexpr,
-    BATCH: tl.constexpr,
-    NODES: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
-    TIE_BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    GUESS: tl.constexpr,
-    GUESSED: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    counts, recent, slots, drafted, confidence, temperature, verified, levels, places, rows, firsts, batch, total,
+    columns, spacing, draft_spacing,
+    DRAFTS: tl.constexpr, BATCH: tl.constexpr, NODES: tl.constexpr, VALUE_BITS: tl.constexpr, TIE_BITS: tl.constexpr,
+    LEVELS: tl.constexpr, WEIGHT: tl.constexpr, GUESS: tl.constexpr, GUESSED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_previous_kernel(PDL)
     request, place = tl.arange(0, BATCH), tl.arange(0, NODES)
     real = request < batch
@@ -115,7 +93,7 @@ def spend(
     proposal: Proposal,
     temperature: torch.Tensor | None,
     total: int,
-) -> Spending:
+) -> Proposal:
     """`verify_budget.spend_ref`; confidence may be strided."""
     batch, most = proposal.tokens.shape
     assert batch <= total <= batch * (most + 1), "every request has its newest token verified, and at most all drafts"
@@ -124,55 +102,21 @@ def spend(
     places, rows, firsts = (slots.new_empty(size) for size in (total, batch * (most + 1), batch + 1))
     block, nodes = next_power_of_2(batch), next_power_of_2(most + 1)
     _spend_kernel[(1,)](
-        counts,
-        recent,
-        slots,
-        proposal.drafted,
-        confidence,
-        temperature,
-        verified,
-        levels,
-        places,
-        rows,
-        firsts,
-        batch,
-        total,
-        recent.stride(0),
-        *((0, 0) if confidence is None else confidence.stride()),
-        DRAFTS=most,
-        BATCH=block,
-        NODES=nodes,
-        VALUE_BITS=VALUE_BITS,
-        TIE_BITS=(block * nodes).bit_length() - 1,
-        LEVELS=LEVELS,
-        WEIGHT=WEIGHT,
-        GUESS=GUESS,
-        GUESSED=GUESSED,
-        num_warps=warps_for(block * nodes),
-        enable_fp_fusion=False,
-        **pdl(slots),
-    )
-    return Spending(proposal._replace(drafted=verified), PackedRows(places, rows, firsts), levels)
+        counts, recent, slots, proposal.drafted, confidence, temperature, verified, levels, places, rows, firsts, batch,
+        total, recent.stride(0), *((0, 0) if confidence is None else confidence.stride()),
+        DRAFTS=most, BATCH=block, NODES=nodes, VALUE_BITS=VALUE_BITS, TIE_BITS=(block * nodes).bit_length() - 1,
+        LEVELS=LEVELS, WEIGHT=WEIGHT, GUESS=GUESS, GUESSED=GUESSED, num_warps=warps_for(block * nodes),
+        enable_fp_fusion=False, **pdl(slots),
+    )  # fmt: skip
+    return proposal._replace(drafted=verified, packed=PackedRows(places, rows, firsts), levels=levels)
 
 
 @triton.jit(do_not_specialize=["batch", "columns"])
 def _learn_kernel(
-    counts,
-    recent,
-    slots,
-    verified,
-    levels,
-    accepted,
-    batch,
-    columns,
-    spacing,
-    DRAFTS: tl.constexpr,
-    KINDS: tl.constexpr,
-    MOST: tl.constexpr,
-    MEMORY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    counts, recent, slots, verified, levels, accepted, batch, columns, spacing,
+    DRAFTS: tl.constexpr, KINDS: tl.constexpr, MOST: tl.constexpr, MEMORY: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     """Each program counts the drafts of one level; the first one also writes `recent`."""
     wait_for_previous_kernel(PDL)
     level = tl.program_id(0)
@@ -205,25 +149,15 @@ def _learn_kernel(
 
 
 def learn(
-    counts: torch.Tensor, recent: torch.Tensor, slots: torch.Tensor, spending: Spending, accepted: torch.Tensor
+    counts: torch.Tensor, recent: torch.Tensor, slots: torch.Tensor, proposal: Proposal, accepted: torch.Tensor
 ) -> None:
     """`verify_budget.learn_ref`; accepted may be strided."""
-    batch, most = spending.levels.shape
+    levels = proposal.levels
+    assert levels is not None, "no budget was spent on it"
+    batch, most = levels.shape
     _learn_kernel[(counts.shape[1],)](
-        counts,
-        recent,
-        slots,
-        spending.proposal.drafted,
-        spending.levels,
-        accepted,
-        batch,
-        recent.stride(0),
+        counts, recent, slots, proposal.drafted, levels, accepted, batch, recent.stride(0),
         accepted.stride(0),
-        DRAFTS=most,
-        KINDS=counts.shape[1],
-        MOST=MOST,
-        MEMORY=MEMORY,
-        BLOCK=min(1024, next_power_of_2(batch * most)),
-        enable_fp_fusion=False,
-        **pdl(slots),
-    )
+        DRAFTS=most, KINDS=counts.shape[1], MOST=MOST, MEMORY=MEMORY, BLOCK=min(1024, next_power_of_2(batch * most)),
+        enable_fp_fusion=False, **pdl(slots),
+    )  # fmt: skip

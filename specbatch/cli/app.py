@@ -33,13 +33,13 @@ from specbatch.cli.generate import generate
 from specbatch.cli.help import Command
 from specbatch.cli.lm_eval import PASSES_ON, lm_eval
 from specbatch.cli.models import models
+from specbatch.cli.options import bounded
 from specbatch.cli.output import say
 from specbatch.cli.report import report
 from specbatch.cli.send_one import send_one
 from specbatch.cli.sweep import sweep
 from specbatch.cli.trace import trace
 from specbatch.cli.train_draft import train_draft
-from specbatch.cli.values import bounded
 from specbatch.config.field_errors import what_works
 from specbatch.errors import FailedError, refuse
 from specbatch.files.atomic_file import UnwritableError

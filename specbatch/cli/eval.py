@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.configs import configured
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
-from specbatch.cli.values import read_samples, whole_numbers
+from specbatch.config.values import read_samples, whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions
 from specbatch.progress.bars import progress
@@ -21,6 +22,7 @@ from specbatch.progress.bars import progress
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig
     from specbatch.evals.grid import GridOptions
+    from specbatch.evals.grid_table import Grid
     from specbatch.evals.report import EvalReport
     from specbatch.evals.several import SeveralReports
     from specbatch.replicas.cluster import Cluster
@@ -158,7 +160,7 @@ def evaluate(
     steps = None if concurrency is None else whole_numbers("concurrency", concurrency)
     is_grid = ablation or configs is not None
     if is_grid:
-        _check_grid(engine, configs, ablation, cluster["distributed"])
+        _check_grid(engine, configs, ablation)
     elif prompts_per_concurrency is not None:
         raise refuse("prompts_per_concurrency", prompts_per_concurrency, "goes with --configs; use --limit")
     elif repeats != 1:
@@ -167,15 +169,18 @@ def evaluate(
         raise refuse("concurrency", concurrency, "one number, or several with --configs")
     settings |= {"samples": read_samples(samples), "include_path": tuple(include_path or ())}
     options = EvalOptions(",".join(tasks), seed=fewshot_seed, overwrite=overwrite, **settings)
-    known = output is not None and ((output / PLAN).exists() if is_grid else has_results(output, options.names))
+    has_points = output is not None and any(any(output.glob(f"{under}{PLAN}")) for under in ("", "*/", "*/*/"))
+    known = output is not None and (has_points if is_grid else has_results(output, options.names))
     resumes = "*" if known else None
     if is_grid:
-        if len(options.names) > 1:
-            raise refuse("task", options.task, "--configs compares configurations on one task; name one")
-        found, steps, left_out = _grid(engine, configs, steps)
+        engine, workers = clustered(engine, cluster, replicas=False)
+        found, steps, left_out = _grid(engine, configs, steps, elsewhere=workers is not None)
+        points = GridOptions(options, steps, repeats, prompts_per_concurrency)
         with fresh_folder(output, "eval", resumes=resumes) as folder:
-            points = GridOptions(replace(options, output=folder), steps, repeats, prompts_per_concurrency)
-            _compare(found, left_out, points, folder, as_json)
+            grids, statuses = _compare(found, left_out, points, folder, workers)
+        _show_grids(grids, folder, as_json)
+        if statuses or any(grid.left_out.keys() - left_out.keys() for own in grids.values() for grid in own.values()):
+            raise typer.Exit(1)
         return
     engine, workers = clustered(engine, cluster)
     most = None if steps is None else steps[0]
@@ -238,35 +243,30 @@ def _show(result: EvalReport | SeveralReports, folder: Path, as_json: bool) -> N
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json, kept=str(folder))
 
 
-def _check_grid(engine: EngineOptions, configs: str | None, ablation: bool, distributed: str | None) -> None:
+def _check_grid(engine: EngineOptions, configs: str | None, ablation: bool) -> None:
     option = "--configs" if configs is not None else "--ablation"
     if ablation and configs is not None:
         raise refuse("configs", configs, "--ablation is short for one; leave one of them out")
     if engine.spec is not None:
         raise refuse("spec", engine.spec, f"{option} runs several; leave it out")
-    if distributed is not None:
-        raise refuse("distributed", distributed, f"{option} runs on one machine; leave one of them out")
 
 
 def _grid(
-    engine: EngineOptions, configs: str | None, steps: tuple[int, ...] | None
+    engine: EngineOptions, configs: str | None, steps: tuple[int, ...] | None, *, elsewhere: bool
 ) -> tuple[dict[str, EngineConfig], tuple[int, ...], dict[str, str]]:
     """The configurations, the concurrencies (default: what the engine runs at once), and why --ablation leaves some
-    configurations out."""
-    from specbatch.runtime.device import find_device
-    from specbatch.sweeps.run.grid import by_model
+    configurations out. elsewhere: engines run on other machines."""
+    from specbatch.runtime.device import device_type
 
     left_out: dict[str, str] = {}
     if configs is None:
         configs = ",".join(_ABLATION)
-        if find_device(engine.device).type == "cuda":
+        if device_type(engine.device) == "cuda":
             configs = ",".join((*_ABLATION, *_ON_CUDA))
         else:
             left_out = dict.fromkeys(_ON_CUDA, "piecewise prefill graphs need a CUDA device")
-    found = configured(engine, configs, concurrency=None if steps is None else max(steps))
-    if len(models := by_model(found)) > 1:
-        works = f"has several models ({', '.join(models)}); evaluate each by itself, with --model"
-        raise refuse("configs", configs, works)
+    most = None if steps is None else max(steps)
+    found = configured(engine, configs, concurrency=most, elsewhere=elsewhere)
     if steps is None:
         steps = (min(config.max_running * config.data_parallel for config in found.values()),)
     for name, config in found.items():
@@ -280,28 +280,48 @@ def _compare(
     left_out: dict[str, str],
     options: GridOptions,
     folder: Path,
-    as_json: bool,
-) -> None:
-    from specbatch.evals.grid import run_grid
-    from specbatch.sweeps.run.loading import check_early, loaded
+    workers: Cluster | None,
+) -> tuple[dict[str, dict[str, Grid]], list[int]]:
+    """Run all points. The tables by model and task, and the exit statuses of models that have failed."""
+    from specbatch.evals.grid import evaluations, load_grids, run_grids
+    from specbatch.sweeps.run.configurations import by_model
+    from specbatch.sweeps.run.loading import check, one_group
+    from specbatch.sweeps.run.process import run_in_process
 
-    failed = dict(left_out)
-    check_early(configs, failed, say)
-    with progress(f"eval {options.task.task}", "requests") as report:
-        found = run_grid(
-            configs,
-            lambda group: loaded(group, say, None, failed),
-            options,
-            folder,
-            failed=failed,
-            log=say,
-            progress=report,
-        )
-    show(
-        f"{found.table()}\n\nresults: {folder}",
-        {**found.as_dict(), "output": str(folder)},
-        as_json=as_json,
-        kept=str(folder),
-    )
-    if failed.keys() - left_out.keys():
-        raise typer.Exit(1)
+    tasks, models, label = options.by_task(), by_model(configs), f"eval {options.task.task}"
+    if workers is not None:
+        one_group(configs)
+    if len(models) == 1:
+        with progress(label, "requests") as report:
+            how: dict[str, Any] = {"left_out": left_out, "cluster": workers, "log": say, "report": report}
+            return {"": run_grids(configs, tasks, folder, **how)}, []
+    for name, ours in models.items():  # fail before a model has run for hours, not after
+        evaluations(ours, tasks, folder / name)
+        if workers is None:
+            check(ours)
+    found, statuses = dict[str, dict[str, Grid]](), list[int]()
+    for name, ours in models.items():
+        say(f"{name}:")
+        run = partial(run_grids, ours, tasks, left_out=left_out, cluster=workers)
+        if status := run_in_process(run, folder / name, log=say, label=label):
+            say(f"{name}: failed; the other models go on")
+            statuses.append(status)
+        if grids := load_grids(tasks, folder / name):
+            found[name] = grids
+    if len(statuses) == len(models):
+        raise typer.Exit(2 if {*statuses} == {2} else 1)
+    return found, statuses
+
+
+def _show_grids(grids: dict[str, dict[str, Grid]], folder: Path, as_json: bool) -> None:
+    """The table of each model and task, with headings and keys of what there are several of."""
+    parts, result = [], dict[str, Any]()
+    for model, own in grids.items():
+        for task, grid in own.items():
+            title = ", ".join(filter(None, [model, task if len(own) > 1 else ""]))
+            parts.append(f"## {title}\n\n{grid.table()}" if title else grid.table())
+        tasks = {task: grid.as_dict() for task, grid in own.items()}
+        found = {"tasks": tasks} if len(tasks) > 1 else next(iter(tasks.values()))
+        result = found if not model else {"models": {**result.get("models", {}), model: found}}
+    text = "\n\n".join([*parts, f"results: {folder}"])
+    show(text, {**result, "output": str(folder)}, as_json=as_json, kept=str(folder))

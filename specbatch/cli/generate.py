@@ -11,18 +11,23 @@ from typing import Annotated, Any
 from typer import Argument, Context, Exit, Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import ChatTemplate, Concurrency, EngineOptions, Json, options_of, takes_engine
+from specbatch.cli.options import Concurrency, EngineOptions, Json, is_given, options_of, takes_engine
 from specbatch.cli.output import open_replicas, say, show
-from specbatch.cli.values import duration, is_given
 from specbatch.core.request import SamplingParams
 from specbatch.errors import counted, reporting
+from specbatch.jobs.job_settings import JobSettings, Limits
 from specbatch.progress.bars import progress
 
 LARGE = 16 << 20  # bytes of an input that takes a second or more to read, which is reported first
 STOPPED = 3  # exit status of a job that a limit ended before it was finished
 
 
-@takes_engine(sampling=options_of(SamplingParams), cluster=CLUSTER_OPTIONS)
+@takes_engine(
+    settings=options_of(JobSettings),
+    limits=options_of(Limits),
+    sampling=options_of(SamplingParams),
+    cluster=CLUSTER_OPTIONS,
+)
 def generate(
     context: Context,
     *,
@@ -45,37 +50,17 @@ def generate(
             "Written when all prompts are finished.",
         ),
     ],
-    split: Annotated[str | None, Option(help="Split of a data set: test, or for the hub also train[:100].")] = None,
-    column: Annotated[
-        str | None,
-        Option(
-            help="Key or column of the prompt, which is text, chat messages or token ids. Default: the one of prompt, "
-            "prompt_token_ids, question and messages that is present."
-        ),
-    ] = None,
-    skip_bad: Annotated[
-        bool, Option("--skip-bad", help="Skip and report malformed lines instead of stopping with an error.")
-    ] = False,
+    settings: dict[str, Any],
     max_failures: Annotated[
         int, Option(min=0, help="Exit status 1 if more prompts than this fail while they run.")
     ] = 0,
-    retry_failed: Annotated[
-        bool, Option("--retry-failed", help="Run the failed rows of an existing or partial output again.")
-    ] = False,
-    max_tokens_total: Annotated[
-        int | None, Option(min=1, help="After N output tokens no further prompt starts; exit status 3.", metavar="N")
-    ] = None,
-    time_limit: Annotated[
-        str | None, Option(help="Stop after a time such as 90s, 30m or 1h30m; exit status 3.", metavar="TIME")
-    ] = None,
+    limits: dict[str, Any],
     sampling: dict[str, Any],
     stop: Annotated[
         list[str] | None, Option(help="Stop string, not included in the answer; can be given several times.")
     ] = None,
-    chat_template: ChatTemplate = True,
     concurrency: Concurrency = None,
     cluster: dict[str, Any],
-    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing output.")] = False,
     as_json: Json = False,
 ) -> None:
     """Run prompts from a file or data set. After an interruption the same command continues.
@@ -114,9 +99,9 @@ def generate(
     with suppress(OSError, ValueError):  # no local file
         if (size := os.path.getsize(source)) > LARGE:
             say(f"reading {source}: {size / 1e6:.0f} MB")
-    from specbatch.jobs.batch_job import BatchJob, Limits
+    from specbatch.jobs.batch_job import BatchJob
 
-    limits = Limits(max_tokens_total, None if time_limit is None else started + duration("time_limit", time_limit))
+    stops = Limits(**limits, started=started)
     params = SamplingParams(stop=tuple(stop or ()), **sampling)
     engine, workers = clustered(engine, cluster)
     config = engine.config(concurrency=concurrency, elsewhere=workers is not None)
@@ -126,13 +111,8 @@ def generate(
             output,
             config,
             params,
+            settings=JobSettings(**settings),
             given=[name for name in (*sampling, "stop") if is_given(context, name)],
-            chat_template=chat_template,
-            overwrite=overwrite,
-            retry_failed=retry_failed,
-            split=split,
-            column=column,
-            skip_bad=skip_bad,
             log=say,
             report=report,
         )
@@ -146,9 +126,9 @@ def generate(
             running.reset_record(rows=False)
             with progress("generate", "prompts", len(job.finished)) as report:
                 running.on_prefill = report.prefilled
-                finished = job.run(running, concurrency=concurrency, limits=limits, report=report)
+                finished = job.run(running, concurrency=concurrency, limits=stops, report=report)
             record = running.record(concurrency=concurrency, workload={"command": "generate", **job.kept.header})
-        say(f"generate: {summary(record.metrics, drafts=config.speculation.drafted > 0)}")
+        say(f"generate: {summary(record.metrics, drafts=config.speculation.num_drafts > 0)}")
         if not finished:
             say(str(job.stopped))
             raise Exit(STOPPED)

@@ -10,20 +10,20 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from typer import Option
+from typer import Context, Option
 
 from specbatch.cli.help import HELP_ALL
-from specbatch.cli.values import layers
 from specbatch.config.acceptance_profile import read_profile
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.config.field_errors import did_you_mean
+from specbatch.config.values import layers
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
-from specbatch.errors import at_least, refuse, shown_json
+from specbatch.errors import MOST, MOST_SEED, at_least, refuse, shown_json
 
 SPECS = ("off", "v1", "v2")
 Json = Annotated[bool, Option("--json", help="Print one JSON line instead of tables.")]
@@ -32,14 +32,11 @@ Concurrency = Annotated[int | None, Option(help="Maximum number of requests in f
 Output = Annotated[
     Path | None, Option("--output", "--out", help="New folder for the results. Default: out/COMMAND-TIME.")
 ]
-ChatTemplate = Annotated[
-    bool, Option("--chat-template/--no-chat-template", help="Render messages with the model's chat template.")
-]
 
 
 @dataclass(frozen=True)
 class DerivedOption:
-    """One derived option. `panel` is the box of `--help` that shows it."""
+    """One derived option. `panel` is the box of `--help` that shows it; for `parse` and `flags` see `setting`."""
 
     type: Any
     default: Any
@@ -47,6 +44,8 @@ class DerivedOption:
     panel: str | None
     metavar: str | None = None
     choices: tuple[str, ...] = ()
+    parse: Callable[[str, str], Any] | None = None
+    flags: tuple[str, ...] = ()
 
     def with_default(self, text: str) -> DerivedOption:
         """The same option with another default in its help."""
@@ -54,13 +53,17 @@ class DerivedOption:
 
     def parameter(self, name: str) -> inspect.Parameter:
         """What Typer reads."""
-        complete, only = _completion(name, self.choices), [f"--{name.replace('_', '-')}"] if name in _ONLY_ON else []
+        complete = _completion(name, self.choices)
         option = Option(
-            *only, help=self.help, metavar=self.metavar, rich_help_panel=self.panel, autocompletion=complete
+            *self.flags, help=self.help, metavar=self.metavar, rich_help_panel=self.panel, autocompletion=complete
         )
         return inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[self.type, option]
         )
+
+    def value(self, name: str, given: Any) -> Any:
+        """The value of the setting `name`, of what Typer read."""
+        return given if given is None or self.parse is None else self.parse(name, given)
 
 
 def _completion(name: str, choices: tuple[str, ...]) -> Callable[[str], list[str]] | None:
@@ -86,8 +89,6 @@ _PANELS = {
     ),
     **dict.fromkeys(("prefix_cache", "kv_dtype", "fp8_activations", "state_dtype", "deterministic"), _CACHE),
 }
-# Flags without a --no- form, because they are off in every other case.
-_ONLY_ON = ("truncate_prompts", "predict_only", "write_out", "confirm_run_unsafe_code")
 _LONGEST_METAVAR = 24  # a longer one takes the width of the terminal from the help texts
 # Option: type, default, and text to append to the help of the field.
 _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
@@ -133,22 +134,40 @@ def options_of(
     *,
     without: tuple[str, ...] = (),
     suffix: str = "",
+    defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, DerivedOption]:
-    """The options of the fields of a dataclass that have a help text. panels: other panels, by the name of a field."""
+    """The options of the fields of a dataclass that have a help text.
+
+    panels    other panels, by the name of a field
+    defaults  what the help says of defaults that are the command's own, whose options are None if they are not given
+    """
     types = get_type_hints(settings)
     found = {}
     for item in fields(settings):
         if item.name in without or not item.metadata.get("help"):
             continue
-        name = f"{item.name}{suffix}"
+        name, data = f"{item.name}{suffix}", item.metadata
         kind, default, note = _OVERRIDES.get(name, (types[item.name], item.default, ""))
-        help, choices = item.metadata["help"], item.metadata["choices"]
-        metavar = "INTEGER|auto" if name == "draft_tokens" else "|".join(choices) if choices else None
-        if metavar and len(metavar) > _LONGEST_METAVAR:
+        if name in defaults:
+            kind, default, note = kind | None, None, f"Default: {defaults[name]}."
+        elif default is MISSING:
+            kind, default = kind | None, None
+        if data["parse"] is not None:
+            kind, default = (str, _written(default)) if default is not None else (str | None, None)
+        help, choices = data["help"], data["choices"]
+        metavar = data["metavar"] or ("|".join(choices) if choices else None)
+        if metavar and choices and len(metavar) > _LONGEST_METAVAR:
             metavar, help = "NAME", f"{help} One of {', '.join(choices)}."
-        text = f"{help} {note}".strip()
-        found[name] = DerivedOption(kind, default, text, panels.get(name, panel), metavar, tuple(choices or ()))
+        text, box = f"{help} {note}".strip(), panels.get(name, data["panel"] or panel)
+        found[name] = DerivedOption(
+            kind, default, text, box, metavar, tuple(choices or ()), data["parse"], data["flags"]
+        )
     return found
+
+
+def _written(value: Any) -> str:
+    """A default as its option writes it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 ENGINE_OPTIONS = _derived()
@@ -291,7 +310,7 @@ def takes_engine(
             del values["help_all"]
             engine = EngineOptions(**{name: values.pop(name) for name in shared})
             for group, options in groups.items():
-                values[group] = {name: values.pop(name) for name in options}
+                values[group] = {name: option.value(name, values.pop(name)) for name, option in options.items()}
             command(engine=engine, **values)
 
         signature = inspect.signature(command, eval_str=True)
@@ -309,3 +328,23 @@ def takes_engine(
         return run
 
     return decorate
+
+
+def bounded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that refuses whole numbers beyond any count before it does anything; Typer knows no upper limit."""
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, value in values.items():
+            most = MOST_SEED if name == "seed" else MOST
+            if type(value) is int and abs(value) > most:
+                raise refuse(name, value, f"use a whole number of at most {most}")
+        command(**values)
+
+    return run
+
+
+def is_given(context: Context, name: str) -> bool:
+    """Whether the user gave option `name` on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"

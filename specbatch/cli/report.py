@@ -83,7 +83,7 @@ def report(
 
 def _scores(folder: Path, to: Path) -> list[Path]:
     """Write the table of an evaluation in several configurations, with its scores, to `to`."""
-    from specbatch.evals.grid import load_grid
+    from specbatch.evals.grid_table import load_grid
     from specbatch.records.answers import is_evaluated
     from specbatch.records.archive import unpacked
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.cli.configs import configured, engine_of_table
+from specbatch.cli.configs import configured, engine_of_table, tables_of
 from specbatch.cli.flags import in_keys
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.output import say
@@ -34,18 +33,21 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-def only_server(engine: EngineOptions, values: Mapping[str, Any], given: Callable[[str], bool]) -> HttpEngine | None:
+def only_server(
+    engine: EngineOptions, settings: Mapping[str, Any], values: Mapping[str, Any], given: Callable[[str], bool]
+) -> HttpEngine | None:
     """The server of --engine http, None for this engine. Raises SpecbatchError for options of the other kind of engine.
 
-    values   of the command's options
-    given    whether the user gave an option
+    settings  of the server
+    values    of the command's options
+    given     whether the user gave an option
     """
     kind = values["engine_kind"]
     if kind not in KINDS:
         raise refuse("engine", kind, "use specbatch, or http with --base-url")
     if kind == "specbatch":
         for name in filter(given, SERVER_OPTIONS):
-            raise refuse(name, values[name], "applies to servers only; add --engine http")
+            raise refuse(name, settings[name], "applies to servers only; add --engine http")
         return None
     needs("http")
     from specbatch.sweeps.http.engine import HttpEngine
@@ -56,20 +58,20 @@ def only_server(engine: EngineOptions, values: Mapping[str, Any], given: Callabl
             works = "does not apply to a server, which has its own engine settings; leave it out"
             raise refuse(name, values[name], works)
     model = engine.model if given("model") else None
-    url, others = values["base_url"] or "", {name: values[name] for name in SERVER_OPTIONS if name != "base_url"}
-    return HttpEngine(Server(url, model, engine.tokenizer, thinking=values["thinking"], **others), log=say)
+    own = {**settings, "base_url": settings["base_url"] or ""}
+    return HttpEngine(Server(model=model, tokenizer=engine.tokenizer, thinking=values["thinking"], **own), log=say)
 
 
 def configured_with_servers(
     engine: EngineOptions, configs: str, thinking: bool | None, **settings: Any
 ) -> dict[str, EngineConfig | Server]:
     """As `configured`, with the servers of a file. thinking: of --thinking."""
-    from specbatch.sweeps.run.grid import SUFFIXES, read_grid
+    from specbatch.sweeps.run.configurations import SUFFIXES
 
     if not configs.endswith(SUFFIXES):
         return dict(configured(engine, configs, **settings))
     found: dict[str, EngineConfig | Server] = {}
-    for name, changes in read_grid(Path(configs)).items():
+    for name, changes in tables_of(engine, configs).items():
         where = f"{configs}: {name}"
         if (server := _server_of_table(changes, engine, thinking, where)) is not None:
             found[name] = server

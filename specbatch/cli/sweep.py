@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,19 +10,35 @@ import typer
 from typer import Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.options import SAMPLING_OPTIONS, WITH_DRAFTS, EngineOptions, Json, Wide, takes_engine
+from specbatch.cli.options import (
+    SAMPLING_OPTIONS,
+    WITH_DRAFTS,
+    EngineOptions,
+    Json,
+    Wide,
+    is_given,
+    options_of,
+    takes_engine,
+)
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
-from specbatch.cli.values import is_given, length, share, whole_number, whole_numbers
+from specbatch.config.values import share, whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
+from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, default_dataset
+from specbatch.sweeps.workload.workloads import LOAD, RANDOM, Workload, shown
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig
-    from specbatch.sweeps.http.server import Server
 
-_WORKLOAD, _TEMPLATE, _LOAD, _SERVER = "Workload", "Chat template", "Load", "HTTP server"  # boxes of --help
+_WORKLOAD, _SERVER = "Workload", "HTTP server"  # boxes of --help
+_DEFAULTS = {
+    "dataset": f"{default_dataset(input_len_given=False)}; with --input-len {default_dataset(input_len_given=True)}",
+    "input_len": f"{INPUT_LEN} with --dataset random or gsp",
+    "output_len": f"{GPU.output_len}; {CPU.output_len} on a CPU",
+    "prompts_per_concurrency": f"{GPU.prompts_per_concurrency}; {CPU.prompts_per_concurrency} on a CPU",
+}
 
 
 @takes_engine(
@@ -30,9 +46,12 @@ _WORKLOAD, _TEMPLATE, _LOAD, _SERVER = "Workload", "Chat template", "Load", "HTT
     defaults={"prefix_cache": "off; on with --dataset gsp", "max_running": "the highest --concurrency"} | WITH_DRAFTS,
     sampling=SAMPLING_OPTIONS,
     cluster=CLUSTER_OPTIONS,
+    workload=options_of(Workload, _WORKLOAD, defaults=_DEFAULTS),
+    of_server=options_of(Server, _SERVER),
 )
 def sweep(
     context: typer.Context,
+    *,
     engine: EngineOptions,
     sampling: dict[str, Any],
     cluster: dict[str, Any],
@@ -41,7 +60,7 @@ def sweep(
         Option(
             help="Maximum numbers of requests in flight, separated by commas. "
             f"Default: {GPU.concurrency}; {CPU.concurrency} on a CPU.",
-            rich_help_panel=_LOAD,
+            rich_help_panel=LOAD,
         ),
     ] = None,
     configs: Annotated[
@@ -51,113 +70,13 @@ def sweep(
             "defines them."
         ),
     ] = "baseline,v1,v2",
-    dataset: Annotated[
-        str | None,
-        Option(
-            help="gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. "
-            "Lines have the format of generate, or the turns of MT-Bench and SPEED-Bench. Default: "
-            f"{default_dataset(input_len_given=False)}; with --input-len {default_dataset(input_len_given=True)}.",
-            rich_help_panel=_WORKLOAD,
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None, Option(help="Other questions for --dataset gsm8k and lm-eval:gsm8k.", rich_help_panel=_WORKLOAD)
-    ] = None,
-    category: Annotated[
-        str | None,
-        Option(help="FILE.jsonl: only the rows of this category. Default: all, in turn.", rich_help_panel=_WORKLOAD),
-    ] = None,
-    turns: Annotated[
-        int | None,
-        Option(
-            help="FILE.jsonl: ask at most this many turns of each conversation. Later turns follow the configuration's "
-            "own answers. Default: all.",
-            rich_help_panel=_WORKLOAD,
-        ),
-    ] = None,
-    input_len: Annotated[
-        str | None,
-        Option(
-            metavar="N|N-M",
-            help="Tokens per random prompt, or a range; for gsp, without the shared prefix. Default: "
-            f"{INPUT_LEN} with --dataset random or gsp.",
-            rich_help_panel=_WORKLOAD,
-        ),
-    ] = None,
-    output_len: Annotated[
-        str | None,
-        Option(
-            metavar="N|N-M",
-            help="Output tokens per answer, or a range; for text prompts, the maximum. "
-            f"Default: {GPU.output_len}; {CPU.output_len} on a CPU.",
-            rich_help_panel=_WORKLOAD,
-        ),
-    ] = None,
-    groups: Annotated[int, Option(help="gsp: number of groups.", rich_help_panel=_WORKLOAD)] = 32,
-    group_prompts: Annotated[int, Option(help="gsp: prompts per group.", rich_help_panel=_WORKLOAD)] = 16,
-    shared_len: Annotated[
-        str,
-        Option(
-            "--shared-len",
-            "--system-len",
-            metavar="N|N-M",
-            help="gsp: tokens of the prefix that a group shares.",
-            rich_help_panel=_WORKLOAD,
-        ),
-    ] = "2048",
-    chat_template: Annotated[
-        bool | None,
-        Option(
-            "--chat-template/--no-chat-template",
-            help="Render all texts with the model's chat template, or none. Default: only messages.",
-            rich_help_panel=_TEMPLATE,
-        ),
-    ] = None,
-    thinking: Annotated[
-        bool | None,
-        Option(
-            "--thinking/--no-thinking",
-            help="enable_thinking of the chat template. Default: the template's own.",
-            rich_help_panel=_TEMPLATE,
-        ),
-    ] = None,
-    request_rate: Annotated[
-        float,
-        Option(
-            help="Requests per second with random arrivals. inf: closed loop at --concurrency.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = math.inf,
-    burst: Annotated[
-        str,
-        Option(
-            metavar="N|all",
-            help="Requests that arrive together, at that rate. all: all requests of a point at once.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = "1",
-    slo: Annotated[
-        str | None,
-        Option(
-            metavar="NAME=SECONDS,...",
-            help="Latency objectives for goodput, in seconds: some of ttft, tpot and e2e, such as ttft=0.5,tpot=0.03.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
-    prompts_per_concurrency: Annotated[
-        int | None,
-        Option(
-            help="Prompts of a point, as a multiple of its concurrency, but at least 4. "
-            f"Default: {GPU.prompts_per_concurrency}; {CPU.prompts_per_concurrency} on a CPU.",
-            rich_help_panel=_LOAD,
-        ),
-    ] = None,
+    workload: dict[str, Any],
     repeats: Annotated[
         int,
         Option(
             help="Rounds over the configurations, interleaved: A B C C B A. Use 3 or more: one has no intervals, and "
             "those of 2 are 3.6 times as wide as those of 3.",
-            rich_help_panel=_LOAD,
+            rich_help_panel=LOAD,
         ),
     ] = 3,
     until_precise: Annotated[
@@ -166,11 +85,11 @@ def sweep(
             metavar="P%",
             help="Add rounds, after --repeats, until the 95% interval of every ratio of "
             "output tok/s to the baseline, valid at every number of rounds, is at most ±P%.",
-            rich_help_panel=_LOAD,
+            rich_help_panel=LOAD,
         ),
     ] = None,
     most_repeats: Annotated[
-        int, Option(help="--until-precise: maximum number of rounds at a concurrency.", rich_help_panel=_LOAD)
+        int, Option(help="--until-precise: maximum number of rounds at a concurrency.", rich_help_panel=LOAD)
     ] = 10,
     engine_kind: Annotated[
         str,
@@ -181,36 +100,7 @@ def sweep(
             rich_help_panel=_SERVER,
         ),
     ] = "specbatch",
-    base_url: Annotated[
-        str | None,
-        Option(
-            help="An OpenAI-compatible server (vLLM, SGLang), such as http://localhost:8000.", rich_help_panel=_SERVER
-        ),
-    ] = None,
-    send: Annotated[
-        str,
-        Option(
-            metavar="ids|text|chat",
-            help="Send prompts as token ids, so that the server cannot tokenize them differently, as text, or as "
-            "messages to /v1/chat/completions.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = "ids",
-    api_key_env: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="Name of the environment variable with the server's API key.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None,
-    idle_timeout: Annotated[
-        float,
-        Option(help="Seconds without a chunk of the answer after which a request has failed.", rich_help_panel=_SERVER),
-    ] = 300.0,
-    request_timeout: Annotated[
-        float, Option(help="Seconds after which a request that has not finished has failed.", rich_help_panel=_SERVER)
-    ] = 3600.0,
+    of_server: dict[str, Any],
     output: Annotated[
         Path | None,
         Option(
@@ -285,16 +175,14 @@ def sweep(
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
     from specbatch.evals.prompts import task_prompts
-    from specbatch.jobs.engine_groups import engines_of
-    from specbatch.records.objectives import Objectives
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
-    from specbatch.sweeps.run.grid import by_model
-    from specbatch.sweeps.run.loading import check, fitted, one_group
+    from specbatch.sweeps.run.benchmark import SweepOptions
+    from specbatch.sweeps.run.configurations import by_model
+    from specbatch.sweeps.run.engine_groups import engines_of
+    from specbatch.sweeps.run.loading import check, one_group
     from specbatch.sweeps.run.process import run_in_process
-    from specbatch.sweeps.run.runner import SweepOptions, run_server, run_sweep
-    from specbatch.sweeps.workload.defaults import resolved
-    from specbatch.sweeps.workload.workloads import RANDOM, Workload
+    from specbatch.sweeps.run.sweep import run_server, run_sweep
 
     engine, workers = clustered(engine, cluster, replicas=False)
     if workers is not None and engine_kind != "specbatch":
@@ -302,30 +190,18 @@ def sweep(
     on_cpu = engine_kind == "specbatch" and device_type(engine.device) == "cpu"
     lengths = CPU if on_cpu else GPU
     steps = whole_numbers("concurrency", lengths.concurrency if concurrency is None else concurrency)
-    chosen = dataset or default_dataset(input_len_given=input_len is not None)
-    if input_len is not None and chosen not in RANDOM:
-        raise refuse("input_len", input_len, "goes with --dataset random and gsp; leave it out")
-    workload = Workload(
-        chosen,
-        data,
-        INPUT_LEN if input_len is None else length("input_len", input_len),
-        lengths.output_len if output_len is None else length("output_len", output_len),
-        lengths.prompts_per_concurrency if prompts_per_concurrency is None else prompts_per_concurrency,
-        engine.seed,
-        groups=groups,
-        group_prompts=group_prompts,
-        shared_len=length("shared_len", shared_len),
-        category=category,
-        turns=turns,
-        **sampling,
-        slo=None if slo is None else Objectives.parse("slo", slo),
-        request_rate=request_rate,
-        burst=0 if burst == "all" else whole_number("burst", burst, "all"),
-        chat_template=chat_template,
-        thinking=thinking,
-        read_task=task_prompts,
-    )
-    for note in workload.notes():
+    input_len, thinking = workload["input_len"], workload["thinking"]
+    is_shortened = on_cpu and None in (concurrency, workload["output_len"], workload["prompts_per_concurrency"])
+    usual = {
+        "dataset": default_dataset(input_len_given=input_len is not None),
+        "output_len": lengths.output_len,
+        "prompts_per_concurrency": lengths.prompts_per_concurrency,
+    }
+    given = usual | {name: value for name, value in workload.items() if value is not None}
+    if input_len is not None and given["dataset"] not in RANDOM:
+        raise refuse("input_len", shown(input_len), "goes with --dataset random and gsp; leave it out")
+    asked = Workload(**given, **sampling, seed=engine.seed, read_task=task_prompts)
+    for note in asked.notes():
         say(note)
     precise = None if until_precise is None else share("until_precise", until_precise)
     if precise is None and is_given(context, "most_repeats"):
@@ -333,11 +209,11 @@ def sweep(
     if precise is not None and (engine_kind != "specbatch" or workers is not None):
         where = "a server, which has no baseline" if workers is None else "the workers of a cluster"
         raise refuse("until_precise", until_precise, f"does not apply to {where}; use --repeats")
-    options = SweepOptions(steps, repeats, workload, until_precise=precise, most_repeats=most_repeats)
-    server = only_server(engine, context.params, lambda name: is_given(context, name))
+    options = SweepOptions(steps, repeats, asked, until_precise=precise, most_repeats=most_repeats)
+    server = only_server(engine, of_server, context.params, lambda name: is_given(context, name))
     engines: dict[str, EngineConfig | Server] = {}
     if server is None:
-        grouped, elsewhere = workload.is_grouped, workers is not None
+        grouped, elsewhere = asked.is_grouped, workers is not None
         own = {"concurrency": max(steps), "prefix_cache": grouped, "elsewhere": elsewhere}
         engines = configured_with_servers(engine, configs, thinking, **own)
     has_servers = server is not None or len(engines_of(engines)) < len(engines)
@@ -349,10 +225,9 @@ def sweep(
         one_group(engines)
     if dry_run and not engines_of(engines):
         raise refuse("dry_run", True, "the speed of a server cannot be estimated; leave it out")
-    settings = resolved(
-        options,
+    settings = options.described(
         engines if server is None else [server.model],
-        shortened=on_cpu and None in (concurrency, output_len, prompts_per_concurrency),
+        shortened=is_shortened,
     )
     if dry_run:
         from specbatch.sweeps.run.estimate import dry_run as planned
@@ -363,7 +238,7 @@ def sweep(
         return
     resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
-        fitted(engines, options)  # may raise, before the settings are printed
+        options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
         models, statuses = by_model(engines), list[int]()
         if server is not None:
@@ -378,11 +253,12 @@ def sweep(
             reports = _reports(folder)
         else:
             for ours in models.values() if workers is None else ():  # fail before a model has run for hours, not after
-                check(ours, options)
+                check(options.fitted(ours))
             summary, rows, reports = "", [], []
             for name, ours in models.items():
                 say(f"{name}:")
-                if status := run_in_process(ours, options, folder / name, log=say, cluster=workers):
+                run = partial(run_sweep, ours, options, cluster=workers)
+                if status := run_in_process(run, folder / name, log=say, label="sweep"):
                     say(f"{name}: failed; the other models go on")
                     statuses.append(status)
                 if (folder / name / "summary.md").exists():
@@ -407,7 +283,8 @@ def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:
     """The tables of a sweep in Markdown, and the rows of summary.csv as JSON values, None for cells without a
     measurement."""
     from specbatch.records.sweep_plan import unfinished
-    from specbatch.sweeps.report.tables import as_json, load_records, markdown, table
+    from specbatch.sweeps.report.points import load_records
+    from specbatch.sweeps.report.tables import as_json, markdown, table
 
     records = load_records(folder)
     rows = table(records)
@@ -428,6 +305,6 @@ def _reports(folder: Path) -> list[str]:
 
 def _failed(folder: Path) -> bool:
     """Whether a request of the sweep in `folder` failed."""
-    from specbatch.sweeps.report.tables import load_records
+    from specbatch.sweeps.report.points import load_records
 
     return any(record.counters.get("errors") for record in load_records(folder))

@@ -71,7 +71,7 @@ def shape_of(name: str, steps: int | None, topk: int | None, tokens: int | None)
     return shape
 
 
-def lengths_of(most: int) -> tuple[int, ...]:
+def auto_draft_lengths(most: int) -> tuple[int, ...]:
     """Numbers of drafts that AUTO chooses from: 0, powers of two, and `most`."""
     powers = (1 << power for power in range(most.bit_length()))
     return (0, *(length for length in powers if length < most), most)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION, Algorithm, algorithms_with
 from specbatch.config.acceptance_profile import AcceptanceProfile, geometric
-from specbatch.config.draft_shape import AUTO, DraftShape, lengths_of, shape_of
+from specbatch.config.draft_shape import AUTO, DraftShape, auto_draft_lengths, shape_of
 from specbatch.config.settings import FLAG, Rule, check_fields, foreign_names, is_number, number, setting, whole
 from specbatch.errors import MOST_SEED, at_least, refuse
 
@@ -87,6 +87,7 @@ class Speculation:
         "config (speculative_tokens). SGLang counts the root: 4 "
         "there is 3 here. "
         "auto: 0 up to the default or --draft-steps, chosen from measured step times and acceptance.",
+        metavar="INTEGER|auto",
     )
     draft_steps: int | None = setting(
         None, "Draft passes: the depth of a tree. A chain takes as many as it has drafted tokens."
@@ -209,11 +210,11 @@ class Speculation:
             tokens = None
         return shape_of(self.algorithm, self.draft_steps, self.draft_topk, tokens)
 
-    def with_most(self, drafts: int | None) -> Speculation:
+    def with_num_drafts(self, num_drafts: int | None) -> Speculation:
         """With chains of that many drafts, at most as many if their length is chosen as it runs; None: unchanged."""
-        if drafts is None:
+        if num_drafts is None:
             return self
-        return replace(self, draft_steps=drafts) if self.is_auto else replace(self, draft_tokens=drafts)
+        return replace(self, draft_steps=num_drafts) if self.is_auto else replace(self, draft_tokens=num_drafts)
 
     @property
     def quantizes_draft(self) -> bool:
@@ -225,12 +226,12 @@ class Speculation:
         return self.draft_tokens == AUTO and self.algorithm != NO_SPECULATION
 
     @property
-    def lengths(self) -> tuple[int, ...]:
+    def draft_lengths(self) -> tuple[int, ...]:
         """How many tokens an iteration may draft, rising; a single number unless that is chosen as it runs."""
-        return lengths_of(self.drafted) if self.is_auto else (self.drafted,)
+        return auto_draft_lengths(self.num_drafts) if self.is_auto else (self.num_drafts,)
 
     @property
-    def drafted(self) -> int:
+    def num_drafts(self) -> int:
         """Tokens drafted per verify, or the most of them; 0 for the baseline."""
         return 0 if self.algorithm == NO_SPECULATION else self.shape.tokens
 
@@ -329,7 +330,7 @@ class Speculation:
         budget = self.verify_budget
         if budget is None:
             return
-        most = self.drafted + 1
+        most = self.num_drafts + 1
         if self.algorithm == NO_SPECULATION:
             works = "algorithm 'none' drafts nothing; leave it out"
         elif self.is_auto:

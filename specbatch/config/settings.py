@@ -22,13 +22,27 @@ class Rule(NamedTuple):
 
 
 def setting(
-    default: Any = MISSING, help: str = "", rule: Rule | None = None, *, choices: tuple[str, ...] | None = None
+    default: Any = MISSING,
+    help: str = "",
+    rule: Rule | None = None,
+    *,
+    choices: tuple[str, ...] | None = None,
+    panel: str | None = None,
+    metavar: str | None = None,
+    parse: Callable[[str, str], Any] | None = None,
+    flags: tuple[str, ...] = (),
 ) -> Any:
-    """A field with its help text, and the rule or the choices that `check_fields` enforces."""
+    """A field with its help text, and the rule or the choices that `check_fields` enforces.
+
+    For its command-line option: panel: the box of `--help`; metavar: how the help writes the value; parse: (setting,
+    text) -> value, where the value is written as text (`specbatch.config.values`); flags: in place of --NAME, and for a
+    boolean of --NAME/--no-NAME.
+    """
     if choices is not None:
         several = "one of " if len(choices) > 1 else ""
         rule = Rule(lambda value: value in choices, f"use {several}{', '.join(choices)}")
-    return field(default=default, metadata={"help": help, "rule": rule, "choices": choices})
+    option = {"panel": panel, "metavar": metavar, "parse": parse, "flags": flags}
+    return field(default=default, metadata={"help": help, "rule": rule, "choices": choices, **option})
 
 
 def check_fields(settings: Any, prefix: str = "") -> None:

@@ -13,11 +13,21 @@ from typing import Protocol
 import torch
 
 from specbatch.core.embedded_prompt import EmbeddingOverrides
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout, latent_decode_attention, latent_prefill
-from specbatch.kernels.attention.prefill.prompt_inputs import PromptInputs, prompt_inputs
-from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
+from specbatch.kernels.attention.latent.latent_attention import latent_decode_attention, latent_prefill
+from specbatch.kernels.attention.prefill.prompt_inputs import prompt_inputs
+from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.attention.queries import (
+    AttentionInputs,
+    DecodeAttention,
+    DecodeQueries,
+    LatentLayout,
+    Mask,
+    PrefillInputs,
+    PromptInputs,
+    QKVLayout,
+)
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeAttention, DecodeQueries, Mask, decode_attention
+from specbatch.kernels.attention.verify.verify_attention import decode_attention
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.recurrent.state_replay import StateReplay
 from specbatch.memory.kv_cache import KVCache
@@ -87,7 +97,7 @@ class _BoundDecode:
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         cache, masks = self.cache, self.metadata.masks
         mask = Mask(window=heads.window) if masks is None else masks[layer]
-        return self.attention(qkv, heads, positions, cache.k[layer], cache.v[layer], mask)
+        return self.attention(AttentionInputs(qkv, heads, positions, cache.k[layer], cache.v[layer]), mask)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
         metadata, states, packed = self.metadata, self.cache.states, self.metadata.packed
@@ -217,14 +227,15 @@ class _PrefillContext:
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         # All keys first: a sequence may read a page that another one of this very pass fills.
-        cache, kv_slots = self.cache, self.metadata.kv_slots
+        kv_slots, spans = self.metadata.kv_slots, self.metadata.spans
+        caches = self.cache.k[layer], self.cache.v[layer]
+        inputs = AttentionInputs(qkv, heads, positions, *caches)
         if isinstance(heads, LatentLayout):
-            keys, values, spans = cache.k[layer], cache.v[layer], self.metadata.spans
-            return latent_prefill(qkv, heads, positions, kv_slots, keys, values, spans)
-        k_cache, v_cache, spans = cache.k[layer], cache.v[layer], self.metadata.spans
-        q, *new = split_qkv_rope(qkv, heads, positions, kv_slots, k_cache, v_cache)
+            return latent_prefill(inputs, kv_slots, spans)
+        q, *new = split_qkv_rope(inputs, kv_slots)
         k, v = new if not heads.shared else (None, None)
-        return cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0, sinks=heads.sinks).flatten(1)
+        prompt = PrefillInputs(q, k, v, *caches, spans, heads.window or 0, sinks=heads.sinks)
+        return self.cache.attention(prompt).flatten(1)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
         assert self.cache.states is not None

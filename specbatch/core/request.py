@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from reprlib import Repr
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.output_text import Decode, OutputText
@@ -43,30 +43,39 @@ def _short_repr(item: Any) -> str:
 
 @dataclass(repr=False)
 class RequestMetrics:
-    """Times in seconds, counts in tokens. Definitions: see `specbatch.records.metrics`. Its `repr` shortens lists."""
+    """Times in seconds, counts in tokens. Definitions: see `specbatch.records.metrics`. Its `repr` shortens lists.
 
-    prompt_tokens: int = 0
-    embedded_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    queue_s: float = 0.0
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2e_s: float = 0.0
-    verify_steps: int = 0
-    emitted: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    budget_rows: int = 0
-    corpus_verifies: int = 0
-    corpus_emitted: int = 0
-    corpus_drafted: int = 0
-    corpus_accepted: int = 0
-    accept_length: float | None = None
-    emitted_histogram: list[int] = field(default_factory=list)
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    itl_s: MutableSequence[float] = field(default_factory=lambda: array("d"))
-    retractions: int = 0
+    The schema of records, their totals and docs/records.md follow from the fields and what is written beside them.
+    """
+
+    prompt_tokens: Annotated[int, "tokens of the prompt"] = 0
+    embedded_tokens: Annotated[int, "of them, tokens that were given as embeddings"] = 0
+    cached_tokens: Annotated[int, "of them, tokens that came from the prefix cache"] = 0
+    output_tokens: Annotated[int, "tokens generated"] = 0
+    queue_s: Annotated[float, "seconds until the request was admitted"] = 0.0
+    ttft_s: Annotated[float | None, "seconds until its first token"] = None
+    tpot_s: Annotated[float | None, "seconds per token after the first; null with one token"] = None
+    e2e_s: Annotated[float, "seconds until its last token"] = 0.0
+    verify_steps: Annotated[int, "verifies from which a token was kept"] = 0
+    emitted: Annotated[int, "tokens emitted by them"] = 0
+    drafted: Annotated[int, "drafts that count in the accept rate"] = 0
+    accepted: Annotated[int, "drafts that were accepted"] = 0
+    budget_rows: Annotated[int, "rows of them with a verify budget: newest token and drafts that were verified"] = 0
+    corpus_verifies: Annotated[int, "verifies whose drafts came from the corpus"] = 0
+    corpus_emitted: Annotated[int, "tokens emitted by them"] = 0
+    corpus_drafted: Annotated[int, "their drafts that count in the accept rate"] = 0
+    corpus_accepted: Annotated[int, "their drafts that were accepted"] = 0
+    accept_length: Annotated[float | None, "emitted / verifies; null without a verify"] = None
+    emitted_histogram: Annotated[list[int], "verifies that emitted 0, 1, 2, ... tokens"] = field(default_factory=list)
+    acceptance: Annotated[
+        Acceptance,
+        "counts by draft position (`drafted`, `tried`, `accepted`) and by length of the context (`context`: tokens, "
+        "verifies, emitted tokens)",
+    ] = field(default_factory=Acceptance)
+    itl_s: Annotated[
+        MutableSequence[float], "seconds between arrivals of tokens, divided among the tokens of an arrival"
+    ] = field(default_factory=lambda: array("d"))
+    retractions: Annotated[int, "times that the request gave its KV pages back"] = 0
 
     __repr__ = _short_repr
 

@@ -9,9 +9,9 @@ import torch
 from specbatch.core.attention_metadata import DecodeMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.sampling import Sampling
-from specbatch.kernels.attention.verify.verify_attention import Mask
+from specbatch.kernels.attention.queries import Mask
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.common.packed_rows import PackedRows
-from specbatch.kernels.common.verified_rows import VerifiedRows
 from specbatch.kernels.sampling.accept import Proposal
 
 __all__ = ["Proposal", "StepInput"]

@@ -13,8 +13,8 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, Features
-from specbatch.models.formats.quantization import Shapes
+from specbatch.models.decoder import Decoder, Features, weight_shapes
+from specbatch.models.formats.format import Shapes
 from specbatch.runtime.loader import Loader
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class DraftPlan:
     needs_all_hidden  it reads the target's last hidden states of every prompt token
     aux               it reads the residual stream after these layers, for every token; if the last layer is one of
                       them, this takes `needs_all_hidden`
-    drafted           tokens drafted per verify, or the most of them; None: as configured
+    num_drafts        tokens drafted per verify, or the most of them; None: as configured
     scratch_slots     KV slots, from the root's on, that it writes to while drafting
     uncached_tail     of a finished request, so many of the newest positions may lack the draft's keys and values
     embedded          embedded tokens that it keeps of each token of a prompt pass, next to the model's activations
@@ -84,7 +84,7 @@ class DraftPlan:
     shapes_of: Callable[[ModelConfig], Shapes] = lambda config: {}
     needs_all_hidden: bool = False
     aux: tuple[int, ...] = ()
-    drafted: int | None = None
+    num_drafts: int | None = None
     scratch_slots: int = 0
     uncached_tail: int = 1
     embedded: int = 0
@@ -103,11 +103,11 @@ class DraftPlan:
     @property
     def shapes(self) -> Shapes:
         """Name -> shape of all weights that are loaded for the draft."""
-        return (self.weights.weight_shapes() if self.weights else {}) | self.shapes_of(self.config)
+        return (weight_shapes(self.weights) if self.weights else {}) | self.shapes_of(self.config)
 
-    def kv_slots_per_step(self, num_queries: int) -> int:
-        """KV slots, from the root's on, that a step with a verify of `num_queries` tokens may write to."""
-        return max(self.scratch_slots, num_queries)
+    def kv_slots_per_step(self, num_drafts: int) -> int:
+        """KV slots, from the root's on, that a step with a verify of `num_drafts` drafts may write to."""
+        return max(self.scratch_slots, num_drafts + 1)
 
 
 class NoDraft:

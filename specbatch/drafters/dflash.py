@@ -24,7 +24,7 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
 from specbatch.models.heads.dflash import DFlash, DFlashConfig, published_shape, token_ids
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.weights.dummy import DummyCheckpoint
@@ -205,7 +205,7 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
         weights=shape,
         needs_all_hidden=target.config.ends_in(shape.target_layers),
         aux=shape.target_layers,
-        drafted=None if is_tree else count,
+        num_drafts=None if is_tree else count,
         scratch_slots=count + 1 if is_tree else 0,
     )
 

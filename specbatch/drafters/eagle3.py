@@ -76,7 +76,7 @@ def eagle3_plan(target: Checkpoint, config: EngineConfig, log: Log, kind: Kind) 
         works = f"the head drafts {described.draft_vocabulary} tokens; use at most that"
         raise refuse("draft_topk", asked.shape.topk, works)
     count = stated_drafts(stated, kind.most, asked, log)
-    config = replace(config, speculation=asked.with_most(count))
+    config = replace(config, speculation=asked.with_num_drafts(count))
     layer = layer_for_target(described.layer, described.target_hidden, files, target, asked, log)
     aux = _aux(described, target, asked, files, log)
     check_tensors(described.shapes(len(aux), files.shapes), files.shapes, files.origin, "draft")
@@ -97,7 +97,7 @@ def eagle3_plan(target: Checkpoint, config: EngineConfig, log: Log, kind: Kind) 
     layers = tuple(boundary - 1 for boundary in aux)  # a boundary is the input of its layer
     needs_all_hidden = target.config.ends_in(layers)
     found = head_plan(build, layer, config, shapes_of=shapes_of, needs_all_hidden=needs_all_hidden, aux=layers)
-    return replace(found, drafted=count)
+    return replace(found, num_drafts=count)
 
 
 def _aux(

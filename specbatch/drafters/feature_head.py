@@ -27,7 +27,8 @@ from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import DraftChain, draft_states, takes_argmax
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import refuse
-from specbatch.kernels.attention.latent.latent_attention import write_keys
+from specbatch.kernels.attention.qkv import write_keys
+from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.drafting.draft_inputs import PendingInputs, beam_inputs, buffer_features, pending_inputs
 from specbatch.kernels.elementwise.gather_rows import gather_rows
@@ -75,7 +76,7 @@ class HeadPrefill:
         head, cache = self._head, self._cache
         embedded = [head.embed(*each) for each in zip(tokens, overrides, strict=True)]
         _, qkv = head.enter(embedded[0], head.project(taken), attend, embedded[1:])
-        write_keys(qkv, head.heads_of(head.depth - 1), positions, slots, cache.k[-1], cache.v[-1])
+        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), positions, cache.k[-1], cache.v[-1]), slots)
 
 
 def attention_of(
@@ -155,7 +156,7 @@ class HeadPrefillGraphs(HeadPrefill):
             self._x[:count].copy_(x)
             self._qkv[:count].copy_(qkv)
         else:
-            write_keys(qkv, head.heads_of(layer), positions, slots, cache.k[-1], cache.v[-1])
+            write_keys(AttentionInputs(qkv, head.heads_of(layer), positions, cache.k[-1], cache.v[-1]), slots)
 
 
 class FeatureChain(NoDraft):
@@ -252,7 +253,7 @@ class FeatureChain(NoDraft):
             metadata = replace(metadata, bound=None)  # pairs that are not ready may be beyond it
             attend = attention_of(head, cache, metadata, due.positions)
         _, qkv = head.enter(due.embedded, due.hidden, attend)
-        write_keys(qkv, head.heads_of(head.depth - 1), due.positions, slots, cache.k[-1], cache.v[-1])
+        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), due.positions, cache.k[-1], cache.v[-1]), slots)
 
     def _due(self, step: StepInput, most: int) -> PendingInputs:
         """Up to `most` buffered pairs per row. Rows with fewer ready pairs get invalid ones after them, whose positions

@@ -14,7 +14,7 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.mtp_layers import LayerChain
 from specbatch.errors import refuse
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, parameter_count, tensor_shapes, weight_shapes
 from specbatch.models.layers.moe import Shapes
 from specbatch.runtime.loader import Loader
 from specbatch.weights.dummy import DummyCheckpoint
@@ -43,12 +43,14 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         unused = range(first + layers, first + stored)
         found = network.own_tensors(target.config, _without(target.mtp, unused))
         layer = network.mtp_config(target.config, found, layers)
-        check_tensors(layer.tensor_shapes(), found, f"{target.name}, its MTP head")
+        check_tensors(tensor_shapes(layer), found, f"{target.name}, its MTP head")
     mlp = f"{layer.mixture.experts} experts" if layer.mixture else "a dense MLP"
-    quantized = ", FP8" if len(layer.tensor_shapes()) > len(layer.weight_shapes()) else ""
+    quantized = ""
+    if layer.quantization is not None and len(tensor_shapes(layer)) > len(weight_shapes(layer)):
+        quantized = f", {layer.quantization.name}"
     several = f"{layers} of {stored} layers, one for each draft; " if stored > 1 else ""
     log(
-        f"draft: the MTP head of {target.name}, {layer.parameter_count() / 1e6:.1f} M parameters{quantized}; {several}"
+        f"draft: the MTP head of {target.name}, {parameter_count(layer) / 1e6:.1f} M parameters{quantized}; {several}"
         f"{layer.num_heads} heads ({layer.num_kv_heads} KV) of {layer.head_dim}, {mlp}; the target's embedding and "
         f"output matrix; {layer.rope}"
     )
@@ -67,7 +69,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         return found_plan
     # The window of a step begins earlier by a position for each layer after the first.
     tail = asked.shape.steps + layers
-    return replace(found_plan, drafted=asked.shape.steps, scratch_slots=tail, uncached_tail=tail, embedded=layers)
+    return replace(found_plan, num_drafts=asked.shape.steps, scratch_slots=tail, uncached_tail=tail, embedded=layers)
 
 
 def _stored(target: Checkpoint, asked: Speculation, *, is_dummy: bool) -> int:
@@ -93,7 +95,7 @@ def _drafted(asked: Speculation, layers: int, name: str) -> Speculation:
         raise refuse("draft_steps", asked.draft_steps, f"{has}; use at most {layers}")
     if isinstance(asked.draft_tokens, int):
         raise refuse("draft_tokens", asked.draft_tokens, f"{has}; use at most {layers}")
-    return asked.with_most(layers)
+    return asked.with_num_drafts(layers)
 
 
 def _without(found: Shapes, layers: range) -> Shapes:

@@ -20,7 +20,8 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import no_drafts
 from specbatch.drafters.choose import DraftChain
 from specbatch.drafters.feature_head import FeatureChain, attention_of
-from specbatch.kernels.attention.latent.latent_attention import write_keys
+from specbatch.kernels.attention.qkv import write_keys
+from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.models.decoder import Features
@@ -107,7 +108,8 @@ class LayerChain(FeatureChain):
             is_last = depth + 1 == head.depths
             if is_last and depth >= count:
                 slots = kv_slots(batch.page_table, step.slots.repeat_interleave(most), due.positions, step.page_size)
-                write_keys(qkv, head.heads_of(depth), due.positions, slots, cache.k[depth], cache.v[depth])
+                inputs = AttentionInputs(qkv, head.heads_of(depth), due.positions, cache.k[depth], cache.v[depth])
+                write_keys(inputs, slots)
                 break
             attended = attend(depth, qkv, head.heads_of(depth))
             if is_last:

@@ -101,7 +101,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     if steps > most:
         raise refuse("draft_tokens", steps, f"the pass of a P-EAGLE head has two rows for each; use at most {most}")
     found = eagle3_plan(target, config, log, Kind(chain, most, _usual, masked=True))
-    return replace(found, scratch_slots=2 * (found.drafted or steps))  # with the ignored rows
+    return replace(found, scratch_slots=2 * (found.num_drafts or steps))  # with the ignored rows
 
 
 def _usual(target: ModelConfig) -> dict[str, Any]:

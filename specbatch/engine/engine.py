@@ -13,7 +13,6 @@ from specbatch.algorithms import causes_of_low_acceptance
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import Completion, Request, SamplingParams
-from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.interface import Events, InferenceEngine
 from specbatch.engine.ranks.ranks import EngineRanks
 from specbatch.engine.record_window import RecordWindow
@@ -23,11 +22,10 @@ from specbatch.engine.requests.submissions import Source, SubmissionQueue
 from specbatch.engine.schedule.runner import Runner
 from specbatch.engine.schedule.schedules import SCHEDULES
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer, checked_pairs
-from specbatch.engine.setup.builder import build
+from specbatch.engine.setup.builder import EngineParts, build
 from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
 from specbatch.progress.bars import Report
 from specbatch.records.low_acceptance import LowAcceptanceWarning
 from specbatch.records.run_record import RunRecord
@@ -40,7 +38,7 @@ class Engine(InferenceEngine):
 
     `report` is called with the progress of loading layers and recording graphs, on all ranks. `weights_of`: an open
     engine whose target weights are used in place of a copy of one's own. `share`: this engine's part of the memory, if
-    several are built one after the other.
+    several are built one after the other. `parts`: model, scheduler and worker until `close`, for benchmarks and tests.
     """
 
     def __init__(
@@ -61,36 +59,35 @@ class Engine(InferenceEngine):
         self._ranks: EngineRanks | None = None
         if config.tensor_parallel > 1:
             self._ranks = EngineRanks(config, share, None if weights_of is None else weights_of._ranks)
-        parts = build(
+        self.parts: EngineParts = build(
             config,
             log,
             report or (lambda done, total: None),
-            lender=None if weights_of is None else weights_of._worker.decode_step,
+            shared=None if weights_of is None else weights_of.parts.worker.decode_step,
             share=share,
             others=self._ranks,
         )
+        parts = self.parts
         self.config = parts.config
         self.device = parts.device
         self.tokenizer = parts.tokenizer
         self.plan = parts.plan
         self.caps = parts.caps
         self.model_config: ModelConfig = parts.model.config
-        self._model: Decoder = parts.model
-        self._scheduler = parts.scheduler
-        self._worker: DeviceWorker = parts.worker
+        speculation = parts.config.speculation
         self._runner = Runner(
             parts.scheduler,
             parts.worker,
             parts.draft_length,
             idle_at_zero=parts.draft.idle_at_zero,
-            depth=parts.config.speculation.depth,
-            has_budget=parts.config.speculation.verify_budget is not None,
+            depth=speculation.depth,
+            has_budget=speculation.verify_budget is not None,
             chunk=config.prefill_chunk,
             seed=config.seed,
             on_tokens=self._on_tokens,
             on_prefill=lambda tokens: self.on_prefill(tokens),
         )
-        self._schedule = SCHEDULES[config.speculation.schedule](self._runner)
+        self._schedule = SCHEDULES[speculation.schedule](self._runner)
         self._scorer = Scorer(
             parts.worker,
             parts.plan,
@@ -98,12 +95,11 @@ class Engine(InferenceEngine):
             shares=parts.config.prefix_cache and not parts.model.recurrent_layers,
         )
         self._trusted = True
-        speculation = config.speculation
-        judged = speculation.drafted and speculation.simulated is None
+        can_be_low = speculation.num_drafts and speculation.simulated is None
         causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
         # A diagnosis runs the model on this rank alone.
         diagnose = parts.diagnose if self._ranks is None else lambda completions: None
-        self._watch = LowAcceptanceWarning(causes, log, diagnose) if judged else None
+        self._watch = LowAcceptanceWarning(causes, log, diagnose) if can_be_low else None
         self._prompts = PromptReader(self.tokenizer, self.model_config, parts.caps)
         self._requests = OpenRequests(parts.scheduler, self.tokenizer, self._prompts, self._on_finish)
         self.reset_record()
@@ -131,13 +127,13 @@ class Engine(InferenceEngine):
                     continue
                 self._requests.handle_aborts()
                 if len(self._requests) and not self._step() and not self._requests.has_events:
-                    raise RuntimeError(f"{self._scheduler.unfinished} requests are unfinished and nothing can run")
+                    raise RuntimeError(f"{self.parts.scheduler.unfinished} requests are unfinished and nothing can run")
                 yield from self._requests.take_events()
                 self._require("busy")
             while self._step():  # v2 may have a step in flight, for requests that have ended
                 pass
             with on_device(self.device):
-                self._worker.confirm()
+                self.parts.worker.confirm()
             if self._watch is not None:
                 with on_device(self.device):
                     self._watch.finish(self._window.examples)
@@ -153,7 +149,7 @@ class Engine(InferenceEngine):
 
     def score(self, pairs: Sequence[Pair], *, on_score: OnScore | None = None) -> list[Likelihood]:
         self._require("ready")
-        self._scheduler.forget_prefixes()
+        self.parts.scheduler.forget_prefixes()
         vocabulary, longest = self.model_config.vocab_size, self.plan.max_model_len
         self._state = "busy"
         try:
@@ -167,19 +163,19 @@ class Engine(InferenceEngine):
 
     def next_logits(self, tokens: list[int]) -> torch.Tensor:
         seen: list[torch.Tensor] = []
-        self._worker.prefill_step.on_logits = lambda logits: seen.append(logits[0].float().cpu())
+        self.parts.worker.prefill_step.on_logits = lambda logits: seen.append(logits[0].float().cpu())
         try:
             self.generate([tokens], SamplingParams(max_new_tokens=1))
         finally:
-            self._worker.prefill_step.on_logits = None
+            self.parts.worker.prefill_step.on_logits = None
         return seen[0]
 
     def forget_prefixes(self) -> None:
         self._require("ready")
-        self._scheduler.forget_prefixes()
-        if self._worker.corpus is not None:
+        self.parts.scheduler.forget_prefixes()
+        if self.parts.worker.corpus is not None:
             with on_device(self.device):
-                self._worker.forget_answers()
+                self.parts.worker.forget_answers()
 
     def abort(self, request: int | str) -> None:
         self._requests.abort(request)
@@ -188,7 +184,7 @@ class Engine(InferenceEngine):
 
     def reset_record(self, *, rows: bool = True) -> None:
         tally = self._scorer.tally
-        self._window = RecordWindow(self._runner, self._worker, self._scheduler.state_cache, tally, rows=rows)
+        self._window = RecordWindow(self._runner, self.parts.worker, self.parts.scheduler.state_cache, tally, rows=rows)
         if len(self._requests):
             self._window.open(time.perf_counter())
 
@@ -205,11 +201,11 @@ class Engine(InferenceEngine):
             return
         self._drop_work()
         self._state = "closed"
-        self._worker.close()
+        self.parts.worker.close()
         if self._ranks is not None:
             self._ranks.close()
         self._watch = None  # it may refer to the model
-        del self._worker, self._runner, self._scorer, self._schedule, self._model
+        del self.parts, self._runner, self._scorer, self._schedule
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -238,10 +234,11 @@ class Engine(InferenceEngine):
     def _drop_work(self) -> None:
         """Drop requests that an error, a closed stream or a closed engine leaves unfinished."""
         self._requests.drop()
-        if self._state != "closed":
-            self._schedule.drop()
+        if self._state == "closed":
+            return
+        self._schedule.drop()
         if not self._trusted:  # a planned pass may not have run, so that its pages hold anything
-            self._scheduler.forget_prefixes()
+            self.parts.scheduler.forget_prefixes()
             self._trusted = True
 
     def _on_tokens(self, request: Request, tokens: list[int]) -> None:

@@ -105,7 +105,7 @@ class InferenceEngine(ABC):
         """As `generate`, yielding tokens as they arrive on the host. One stream may be open at a time.
 
         A list of prompts is checked entirely before anything runs. Any other iterable is consumed lazily, as far as
-        `concurrency` requests (None: twice `max_running`) are unfinished, with `params` and `request_ids` beside it;
+        `concurrency` requests (None: twice `max_running`) are unfinished, together with `params` and `request_ids`;
         a prompt that cannot run then raises SpecbatchError when it is reached. `text=False` leaves the `text` of events
         empty and saves the time to decode it.
         """

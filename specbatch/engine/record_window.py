@@ -14,7 +14,7 @@ from specbatch.engine.scoring import Tally
 from specbatch.memory.state_cache import StateCache, StateCounters
 from specbatch.records.run_record import RunRecord
 from specbatch.records.run_totals import RunTotals
-from specbatch.records.summarize import device_metrics, full_batch_metrics, most_at_once, peak_throughput
+from specbatch.records.summarize import most_at_once, peak_throughput, request_metrics, step_metrics
 
 EXAMPLES = 8  # completions that are kept with their tokens
 
@@ -62,15 +62,14 @@ class RequestWindow:
         seconds = 0.0
         if self._opened is not None:  # up to the last completion, or to now if there is none yet
             seconds = (time.perf_counter() if self._closed is None else self._closed) - self._opened
-        metrics = self._totals.metrics(seconds, concurrency)
+        metrics = request_metrics(self._totals, seconds, concurrency)
         metrics["peak_output_throughput"] = peak_throughput(self._tokens, seconds)
         metrics["peak_concurrency"] = most_at_once(self._spans)
         counters["emitted_histogram"] = list(self._totals.emitted_histogram)
         counters["acceptance"] = self._totals.acceptance.as_counters()
         if self._totals.errors:
             counters["errors"] = dict(self._totals.errors)
-        metrics |= device_metrics(counters)
-        metrics |= full_batch_metrics(counters, concurrency, metrics["accept_length"], replicas=replicas)
+        metrics |= step_metrics(counters, concurrency, metrics["accept_length"], replicas=replicas)
         requests = [item.as_row() for item in self._rows or ()]
         if self.tally.rows:
             counters["scoring"] = self.tally.numbers()

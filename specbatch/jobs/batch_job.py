@@ -36,6 +36,7 @@ from specbatch.jobs.input_scan import (
     rendered_ahead,
     scan,
 )
+from specbatch.jobs.job_settings import NO_LIMITS, USUAL, JobSettings, Limits
 from specbatch.jobs.openai_batch import OpenAIBatch, is_openai_batch
 from specbatch.jobs.output_files import OutputFiles, column_types
 from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows, Row, RowsOnDisk
@@ -51,21 +52,6 @@ FORMAT = 3
 _REPLACES = "replaces"  # noted in a partial output that was begun where there was an output already
 CHECKED_TOKENS = 1 << 19  # of prompts that are encoded before the first one runs: a second or two
 Keep = Callable[[Row], None]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """When a job stops before it is finished.
-
-    tokens     output tokens of this run, after which no further prompt starts
-    deadline   of `time.monotonic`, at which requests that run are dropped
-    """
-
-    tokens: int | None = None
-    deadline: float | None = None
-
-
-NO_LIMITS = Limits()
 
 
 @dataclass
@@ -87,10 +73,8 @@ class BatchJob:
     found: InputScan
     kept: PartialRows
     log: Callable[[str], None]
-    overwrite: bool
-    retry_failed: bool
+    settings: JobSettings
     replaces: bool  # an existing output is kept until the new one is complete
-    skip_bad: bool
     skipped: int = 0
     left_out: set[int] = field(default_factory=set)
     encoded: dict[int, list[Request]] = field(default_factory=dict)
@@ -106,13 +90,8 @@ class BatchJob:
         config: EngineConfig,
         params: SamplingParams,
         *,
+        settings: JobSettings = USUAL,
         given: Collection[str] | None = None,
-        chat_template: bool = True,
-        overwrite: bool = False,
-        retry_failed: bool = False,
-        split: str | None = None,
-        column: str | None = None,
-        skip_bad: bool = False,
         log: Callable[[str], None] = lambda line: None,
         report: Report | None = None,
     ) -> BatchJob:
@@ -122,48 +101,45 @@ class BatchJob:
         output         a file ending in .jsonl or .parquet, or a folder: a name without an extension, or ending in /
         given          the parameters that the user set, which replace OpenAI's defaults in an OpenAI batch; None: those
                        that are not the defaults of `SamplingParams`
-        overwrite      replace an existing output; nothing is changed before `run` has checked the prompts
-        retry_failed   run the rows of the output, or of the partial output, that failed once more
-        split, column  as in `scan_prompts`
-        skip_bad       leave malformed lines out, and log them
         report         called with how many rows of the input were read
 
         Raises SpecbatchError for malformed lines (all in one message), an output that exists, is the input or cannot be
         written, and the partial output of another job.
         """
-        if overwrite and retry_failed:
-            raise refuse("retry_failed", True, "keeps the rows of the output that succeeded; leave --overwrite out")
+        retry_failed, overwrite = settings.retry_failed, settings.overwrite
         files = OutputFiles(output)
         files.check_is_not(source)
         seed = config.seed if params.seed is None else params.seed
         form: JobFormat
-        if column is None and split is None and is_openai_batch(source):
+        if settings.column is None and settings.split is None and is_openai_batch(source):
             if not files.is_jsonl:
                 raise refuse("output", files.name, "the output of an OpenAI batch is JSONL; name a .jsonl file")
             values = _given(params, given)
-            form = OpenAIBatch(source, values, seed=seed, chat_template=chat_template, model=config.model, log=log)
+            form = OpenAIBatch(
+                source, values, seed=seed, chat_template=settings.chat_template, model=config.model, log=log
+            )
         else:
             form = PromptRows(
                 source,
                 params,
                 seed=seed,
-                chat_template=chat_template,
-                split=split,
-                column=column,
+                chat_template=settings.chat_template,
+                split=settings.split,
+                column=settings.column,
                 log=log,
             )
         bad = BadLines(source)
         found = scan(form, bad, report)
         if not found.rows and not bad.count:
             raise refuse("input", str(source), f"has no prompts; write {LINES}")
-        bad.leave_out(found.rows + bad.count, skip=skip_bad, log=log)
-        settings = config.as_dict()
+        bad.leave_out(found.rows + bad.count, skip=settings.skip_bad, log=log)
+        made_by = config.as_dict()
         header = {
             "format": FORMAT,
             "input_sha256": found.sha256,
-            **{name: settings[name] for name in MAKES_TOKENS},
+            **{name: made_by[name] for name in MAKES_TOKENS},
             "sampling": asdict(params),
-            "chat_template": chat_template,
+            "chat_template": settings.chat_template,
         }
         replaces = files.exists()
         kept = PartialRows(
@@ -175,9 +151,7 @@ class BatchJob:
             retry_failed=retry_failed,
             note={_REPLACES: True} if replaces else {},
         )
-        job = cls(
-            str(source), files, form, found, kept, log, overwrite, retry_failed, replaces, skip_bad, skipped=bad.count
-        )
+        job = cls(str(source), files, form, found, kept, log, settings, replaces, skipped=bad.count)
         job._check_columns()
         continues = kept.path.exists() and not overwrite
         if replaces and retry_failed:
@@ -240,8 +214,8 @@ class BatchJob:
             return True
         if not self.form.keeps_bad_rows:
             self._check_prompts(engine)
-        with self.kept.claim(starts_over=self.overwrite) as keep:
-            if self.retry_failed and self.replaces:
+        with self.kept.claim(starts_over=self.settings.overwrite) as keep:
+            if self.settings.retry_failed and self.replaces:
                 self._keep_earlier(keep)
             elif not self.replaces and self.output.exists():  # another process wrote it meanwhile
                 raise self._exists()
@@ -269,7 +243,7 @@ class BatchJob:
         self.written = self.output.publish(rows, column_types(self.found.id_type, present))
 
     def _how_to_continue(self) -> str:
-        same = "the same command without --overwrite" if self.overwrite else "the same command"
+        same = "the same command without --overwrite" if self.settings.overwrite else "the same command"
         return self.kept.or_lost(
             f"kept {len(self.finished)} finished of {self.total} in {self.partial}; {same} continues"
         )
@@ -287,7 +261,7 @@ class BatchJob:
                     self.left_out.add(row.index)
             if tokens > CHECKED_TOKENS:
                 break
-        bad.leave_out(self.total, skip=self.skip_bad, log=self.log)
+        bad.leave_out(self.total, skip=self.settings.skip_bad, log=self.log)
         self.skipped += bad.count
         self.found.rows -= bad.count
 
@@ -395,13 +369,13 @@ class _Run:
         """The requests of the missing rows, in order."""
         job, number = self._job, 0
         for row in job._missing(self._engine):
-            if self._limits.tokens is not None and self._tokens >= self._limits.tokens:
+            if self._limits.max_tokens_total is not None and self._tokens >= self._limits.max_tokens_total:
                 self._stopped = "--max-tokens-total"
                 return
             try:
                 requests = job.encoded.pop(row.index, None) or self._encode(row)
             except SpecbatchError as error:  # also of a chat template that exceeds a limit only this time
-                if job.skip_bad and not job.form.keeps_bad_rows:
+                if job.settings.skip_bad and not job.form.keeps_bad_rows:
                     self._leave_out(row, str(error))
                     continue
                 row = BadRow(row.index, row.id, str(error))

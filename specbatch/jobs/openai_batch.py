@@ -29,7 +29,7 @@ from specbatch.jobs.openai_response import error_response, response_body
 from specbatch.jobs.partial_output import Row, row_seed
 from specbatch.jobs.prompt_file import stream_rows
 from specbatch.jobs.prompts import HALF_PAIR, PER_ROW, MalformedRowError, Prompt, as_text, no_text_in, parse_row
-from specbatch.memory.page_pool import reach_of
+from specbatch.memory.page_pool import reserved_length
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -185,5 +185,5 @@ def _of_body(error: SpecbatchError) -> str:
 def _room(engine: InferenceEngine, prompt_tokens: int) -> int:
     """The longest answer that the engine can give to a prompt: OpenAI's limit if a chat request sets none."""
     caps = engine.caps
-    pool = caps["kv_pages"] * caps["page_size"] - reach_of(0, caps["verify_slots"])
+    pool = caps["kv_pages"] * caps["page_size"] - reserved_length(0, caps["verify_slots"])
     return int(min(caps["max_model_len"], pool) - prompt_tokens)

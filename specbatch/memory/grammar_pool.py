@@ -11,21 +11,22 @@ CELLS = 32 << 20  # int16: 64 MiB, which every engine has, so that the first gra
 
 
 class GrammarPool:
-    """Each table that is placed, with its start and the number of requests that use it."""
+    """Each table that is placed, with its start and a reference of each request that uses it."""
 
     def __init__(self, cells: int = CELLS) -> None:
         self.cells = cells
-        self._placed: dict[TokenAutomaton, list[int]] = {}  # start and users; the last used come last
+        self._placed: dict[TokenAutomaton, list[int]] = {}  # start and reference count; the last used come last
         self._new: list[tuple[int, TokenAutomaton]] = []
 
-    def hold(self, automaton: TokenAutomaton) -> int | None:
-        """Place a table for a request. Returns its start, None if there is no room before another request ends."""
+    def allocate(self, automaton: TokenAutomaton) -> int | None:
+        """Place a table, unless it is there, and add a reference for a request. Returns its start, None if there is no
+        room before another request ends."""
         if automaton in self._placed:
-            start, users = self._placed.pop(automaton)
-            self._placed[automaton] = [start, users + 1]
+            start, count = self._placed.pop(automaton)
+            self._placed[automaton] = [start, count + 1]
             return start
         while (room := self._room(automaton.size)) is None:
-            unused = next((item for item, (_, users) in self._placed.items() if not users), None)
+            unused = next((item for item, (_, count) in self._placed.items() if not count), None)
             if unused is None:
                 return None
             del self._placed[unused]
@@ -34,8 +35,8 @@ class GrammarPool:
         self._new.append((room, automaton))
         return room
 
-    def drop(self, automaton: TokenAutomaton) -> None:
-        """A request no longer uses a table."""
+    def decref(self, automaton: TokenAutomaton) -> None:
+        """Remove the reference of a request; the table stays until its place is needed."""
         self._placed[automaton][1] -= 1
 
     def take_new(self) -> list[tuple[int, TokenAutomaton]]:

@@ -10,7 +10,7 @@ import torch
 
 from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.sampling.tree_verify import move_accepted_kv
 from specbatch.memory.recurrent_state import RecurrentStates
 

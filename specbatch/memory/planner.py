@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.memory.page_pool import pages_for, reach_of
+from specbatch.memory.page_pool import pages_for, reserved_length
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +173,7 @@ def plan_memory(
     grammars: their tables; graphs: CUDA graphs; share: this engine's share, of which only the first includes `weights`.
     Raises SpecbatchError, naming the setting, if it cannot fit.
     """
-    size, slack = config.page_size, reach_of(0, rows)
+    size, slack = config.page_size, reserved_length(0, rows)
     asked_pages = config.kv_pages if share.pages is None else share.pages
     own_bytes = page_bytes - (target_page_bytes if share.borrows else 0)
     budget = share.budget(free, config.memory_fraction, weights)

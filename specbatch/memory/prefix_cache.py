@@ -34,7 +34,7 @@ class PrefixCache:
         self._root = Node((), 0, None)
         # Least recently used first. A touch moves a path leaf first, so a node never precedes its children.
         self._order: OrderedDict[int, Node] = OrderedDict()
-        self.dropped: Callable[[Node], None] = lambda node: None  # called with every evicted node
+        self.on_evict: Callable[[Node], None] = lambda node: None  # called with every evicted node
 
     def __len__(self) -> int:
         return len(self._order)
@@ -55,17 +55,18 @@ class PrefixCache:
             node = child
         return path
 
-    def hold(self, path: list[Node]) -> list[int]:
-        """The pages of a path, held for the caller."""
+    def incref(self, path: list[Node]) -> list[int]:
+        """Add a reference to each page of a path, for the caller, and return the pages."""
         if path:
             self._touch(path[-1])
         for found in path:
-            self._pool.hold(found.page)
+            self._pool.incref(found.page)
         return [found.page for found in path]
 
     def match(self, tokens: list[int]) -> list[int]:
-        """Pages of the longest cached prefix that leaves at least one token to compute, held for the caller."""
-        return self.hold(self.path(tokens, len(tokens) - 1))
+        """Pages of the longest cached prefix that leaves at least one token to compute. The caller gets a reference to
+        each."""
+        return self.incref(self.path(tokens, len(tokens) - 1))
 
     def insert(self, tokens: list[int], count: int, pages: list[int]) -> None:
         """Share the full pages of the first `count` tokens. If a prefix is cached already, the cached page stays and
@@ -75,12 +76,12 @@ class PrefixCache:
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = Node(key, page, node)
-                self._pool.keep(page)
+                self._pool.cache(page)
                 self._order[page] = child
             node = child
         self._touch(node)
 
-    def forget(self, tokens: list[int], kept: int) -> None:
+    def invalidate(self, tokens: list[int], kept: int) -> None:
         """Drop the cached prefix of `tokens` from page number `kept` on, with everything that continues it. Requests
         that hold its pages keep them."""
         path = self.path(tokens, len(tokens))
@@ -101,7 +102,7 @@ class PrefixCache:
             if node.page == first_held:  # all visited: the remaining idle pages have children that are held
                 break
             assert not node.children
-            if self._pool.holders(node.page) > 1:
+            if self._pool.refcount(node.page) > 1:
                 first_held = first_held or node.page
                 self._touch(node)
                 continue
@@ -113,8 +114,8 @@ class PrefixCache:
         assert node.parent is not None
         del node.parent.children[node.key]
         del self._order[node.page]
-        self._pool.drop(node.page)
-        self.dropped(node)
+        self._pool.uncache(node.page)
+        self.on_evict(node)
 
     def _touch(self, node: Node) -> None:
         while node.parent is not None:

@@ -23,16 +23,16 @@ from specbatch.memory.prefix_cache import Node, PrefixCache
 class Found(NamedTuple):
     """The cached prefix that a prompt starts from.
 
-    pages   the prefix's pages, held for the caller
-    state   slot of the recurrent state after them, 0 if the prefix is empty
-    branch  tokens of the longest cached prefix, with or without a state; a chunk should end there
-    due     the state is being stored by the pass that is being planned, so the prompt should wait for the next pass
+    pages    the prefix's pages, with a reference for the caller
+    state    slot of the recurrent state after them, 0 if the prefix is empty
+    branch   tokens of the longest cached prefix, with or without a state; a chunk should end there
+    storing  the state is being stored by the pass that is being planned, so the prompt should wait for the next pass
     """
 
     pages: list[int]
     state: int
     branch: int
-    due: bool = False
+    storing: bool = False
 
 
 @dataclass
@@ -55,9 +55,10 @@ class StateCache:
         # Least recently used first.
         self._probationary: OrderedDict[int, Node] = OrderedDict()
         self._protected: OrderedDict[int, Node] = OrderedDict()
-        self._due: set[int] = set()  # stored by the pass that is being planned
-        self._lost: list[int] = []  # those of `_due` whose pages were evicted: the pass still writes to their slots
-        cache.dropped = self._forget
+        self._storing: set[int] = set()  # stored by the pass that is being planned
+        # Those of `_storing` whose pages were evicted: the pass still writes to their slots.
+        self._orphaned: list[int] = []
+        cache.on_evict = self._free_slot
 
     def __len__(self) -> int:
         return len(self._probationary) + len(self._protected)
@@ -69,50 +70,50 @@ class StateCache:
         while path and not path[-1].state:
             path.pop()
         state = path[-1].state if path else 0
-        if state in self._due:
-            return Found([], 0, branch, due=True)
-        return Found(self._cache.hold(path), state, branch)
+        if state in self._storing:
+            return Found([], 0, branch, storing=True)
+        return Found(self._cache.incref(path), state, branch)
 
-    def use(self, state: int) -> None:
+    def promote(self, state: int) -> None:
         """Record that a prompt starts from this state, which protects it."""
         part = self._probationary if state in self._probationary else self._protected
         self._protected[state] = part.pop(state)
         self.counters.loaded += 1
 
-    def keep(self, tokens: list[int], count: int, *, is_branch: bool) -> int:
+    def allocate(self, tokens: list[int], count: int, *, is_branch: bool) -> int:
         """Allocate a slot for the state after the first `count` tokens, whose pages are cached. Returns 0 for none:
         the tokens do not end at a full page, the state is cached already, or this very pass fills every candidate
         for eviction. is_branch: prompts diverge here."""
         if count % self._page_size:
             return 0
         node = self._cache.path(tokens, count)[-1]
-        if node.state or not (self._free or self._make_room(is_branch)):
+        if node.state or not (self._free or self._evict_one(is_branch)):
             return 0
         node.state = self._free.pop()
         (self._protected if is_branch else self._probationary)[node.state] = node
-        self._due.add(node.state)
+        self._storing.add(node.state)
         self.counters.kept += 1
         return node.state
 
-    def planned(self) -> None:
+    def launched(self) -> None:
         """The planned pass is launched: later passes can load what it stores."""
-        self._due.clear()
-        self._free += self._lost
-        self._lost.clear()
+        self._storing.clear()
+        self._free += self._orphaned
+        self._orphaned.clear()
 
-    def _make_room(self, is_branch: bool) -> bool:
+    def _evict_one(self, is_branch: bool) -> bool:
         """Evict the least recently used state. A state at a chunk end replaces another one of its kind, if any."""
         parts = [part for part in (self._probationary, self._protected) if part]
         oldest = [next(iter(part.items())) for part in (parts if is_branch else parts[:1])]
         for slot, node in oldest:
-            if slot not in self._due:
-                self._forget(node)
+            if slot not in self._storing:
+                self._free_slot(node)
                 return True
         return False
 
-    def _forget(self, node: Node) -> None:
+    def _free_slot(self, node: Node) -> None:
         slot, node.state = node.state, 0
         if slot:
             (self._probationary if slot in self._probationary else self._protected).pop(slot)
-            (self._lost if slot in self._due else self._free).append(slot)
+            (self._orphaned if slot in self._storing else self._free).append(slot)
             self.counters.evicted += 1

@@ -6,7 +6,6 @@ also dispatches to the configs of the other families. It refuses values it does 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
-from specbatch.models.formats.mxfp4 import is_mxfp4
-from specbatch.models.formats.quantization import Quantization
-from specbatch.models.formats.quantization_config import KEY, quantization_of
+from specbatch.models.formats.format import Format
+from specbatch.models.formats.registry import format_of
+from specbatch.models.formats.settings import KEY
 from specbatch.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
@@ -69,13 +68,13 @@ class ModelConfig:
     `eos_ids` and `bos_id` are those of the config; the tokenizer's list is the complete one. `dtype` is the dtype of
     the published checkpoint and `mtp_layers` the number of layers of its MTP draft head, None if the config does not
     state them. quantization: of the checkpoint's weights, None if they have a dtype. ranks: the number of ranks over
-    which a model is divided, of which this is the config of one (see `layers.partition`). windows: per layer, how
+    which a model is divided, of which this is the config of one (see `models.partition`). windows: per layer, how
     many keys a query sees, itself included (None: all); empty if no layer has a window.
     """
 
     module: ClassVar[str] = "specbatch.models.families.llama"  # its functions `layer` and `final_norm` build the model
     mtp_module: ClassVar[str] = "specbatch.models.heads.mtp"  # its `Mtp` is the MTP draft head
-    reads_mxfp4: ClassVar[bool] = False
+    methods: ClassVar[tuple[str, ...]] = ()  # values of quant_method that only this family has
 
     family: str
     vocab_size: int
@@ -97,7 +96,7 @@ class ModelConfig:
     bos_id: int | None = None
     dtype: str | None = None
     mtp_layers: int | None = None
-    quantization: Quantization | None = None
+    quantization: Format | None = None
     ranks: int = 1
     windows: tuple[int | None, ...] = ()
 
@@ -105,9 +104,7 @@ class ModelConfig:
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
         """Read a config.json. Raises SpecbatchError for a key and value that are not supported."""
         other = _other(config)
-        if other is not None and other.reads_mxfp4 and is_mxfp4(config):
-            return other.from_dict(config)
-        quantization = quantization_of(config)
+        quantization = format_of(config, () if other is None else other.methods)
         if quantization is not None:
             read = ModelConfig.from_dict({key: value for key, value in config.items() if key != KEY})
             return replace(read, quantization=quantization)
@@ -215,11 +212,6 @@ class ModelConfig:
         return False
 
     @property
-    def has_mxfp4(self) -> bool:
-        """Whether the experts of the checkpoint are MXFP4."""
-        return False
-
-    @property
     def cache_dims(self) -> tuple[int, int]:
         """Numbers per token and KV head in the caches of keys and of values."""
         return self.head_dim, self.head_dim
@@ -313,28 +305,25 @@ class ModelConfig:
         mixture = getattr(self, "mixture", None)
         return None if mixture is None else (mixture.experts, mixture.top_k)
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor that a checkpoint of this model must have: a quantized weight may be stored as
-        several."""
-        if self.quantization is None:
-            return self.weight_shapes()
-        return self.quantization.stored(self.weight_shapes(), self.unquantized_ends)
-
     def is_stored_quantized(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether the files have this weight quantized."""
-        stored = self.quantization
-        return stored is not None and stored.except_for(self.unquantized_ends).is_quantized(name, shape)
+        stored = self.format_except_ends
+        return stored is not None and stored.is_quantized(name, shape)
+
+    @property
+    def format_except_ends(self) -> Format | None:
+        """`quantization` without the modules that no checkpoint quantizes."""
+        return None if self.quantization is None else self.quantization.except_for(self.unquantized_ends)
 
     @property
     def unquantized_ends(self) -> frozenset[str]:
         """Modules of this model that no checkpoint quantizes."""
         return frozenset(name.removesuffix(".weight") for name in {*self.names, *self.lookups})
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the weights that the family's `module` reads; matrices are [out, in]."""
-        from specbatch.models.decoder import weight_shapes  # imports torch, which reading a config does not need
-
-        return weight_shapes(self)
+    def head_shapes(self) -> dict[str, tuple[int, ...]] | None:
+        """Of a draft head: name -> shape of its weights; matrices are [out, in]. None for the config of a decoder, of
+        which `decoder.weight_shapes` knows them."""
+        return None
 
     def fit(self, found: dict[str, tuple[int, ...]]) -> Self:
         """This config, adapted to the tensors of a file (name -> shape) where they determine a setting: a separate
@@ -369,9 +358,10 @@ class ModelConfig:
         """Whether a file's tensor belongs to an MTP draft head, which the drafter checks."""
         return name.startswith("mtp.")
 
-    def parameter_count(self) -> int:
-        """Number of parameters in memory; tied embeddings count once."""
-        return sum(math.prod(shape) for shape in self.weight_shapes().values())
+    @property
+    def copied_parameters(self) -> int:
+        """Number of parameters that are in memory twice."""
+        return 0
 
 
 def family_modules() -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,10 +20,12 @@ from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
-from specbatch.models.layers.blocks import Attention, Layer, Reader, Tables
-from specbatch.models.layers.partition import scores
+from specbatch.models.formats.format import Shapes
+from specbatch.models.layers.blocks import Attention, Layer
+from specbatch.models.partition import scores
 from specbatch.models.rope import Rope
 from specbatch.models.shape_recorder import ShapeRecorder
+from specbatch.models.weight_reader import Reader, Tables
 from specbatch.progress.bars import Report
 
 
@@ -46,7 +49,25 @@ class Features(NamedTuple):
     aux: torch.Tensor | None
 
 
-def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig) -> Shapes:
+    """Name -> shape of every tensor that a checkpoint of this model or draft head must have: a quantized weight may be
+    stored as several."""
+    shapes, stored = weight_shapes(config), config.quantization
+    return shapes if stored is None else stored.stored(shapes, config.unquantized_ends)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of parameters in memory; tied embeddings count once."""
+    return config.copied_parameters + sum(math.prod(shape) for shape in weight_shapes(config).values())
+
+
+def weight_shapes(config: ModelConfig) -> Shapes:
+    """Name -> shape of the weights of a model or draft head; matrices are [out, in]."""
+    of_head = config.head_shapes()
+    return decoder_shapes(config) if of_head is None else of_head
+
+
+def decoder_shapes(config: ModelConfig) -> Shapes:
     """Name -> shape of the tensors that a decoder of this config reads, from building one without weights."""
     read, family, names = ShapeRecorder(config), import_module(config.module), config.names
     read(names.embedding, config.vocab_size, config.hidden_size)

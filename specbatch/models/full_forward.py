@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.core.attention_metadata import RecurrentOp
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout, split_latent_ref
 from specbatch.kernels.attention.paged_attention import sink_attention
-from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
+from specbatch.kernels.attention.qkv import split_latent_ref, split_qkv_rope_ref
+from specbatch.kernels.attention.queries import LatentLayout, QKVLayout
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.decoder import Decoder

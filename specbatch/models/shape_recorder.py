@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,9 +11,9 @@ from specbatch.errors import refuse
 from specbatch.kernels.gemm.linear import Linear
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.models.config import ModelConfig
-from specbatch.models.formats.quantization import MatrixShape, Shapes
-from specbatch.models.layers.blocks import Reader
-from specbatch.models.layers.partition import rows_per_rank
+from specbatch.models.formats.format import MatrixShape, Shape, Shapes
+from specbatch.models.partition import rows_per_rank
+from specbatch.models.weight_reader import Reader
 
 MOST_VALUES = 1 << 40  # of a tensor
 MOST_IN_VECTOR = 1 << 24
@@ -40,10 +40,7 @@ class ShapeRecorder(Reader):
         for rows in groups:
             for name, count in rows.items():
                 self._record(name, MatrixShape((count, columns)))
-        return Weight(torch.empty(len(groups), sum(groups[0].values()), columns, dtype=self._dtype, device="meta"))
-
-    def mxfp4(self, name: str, count: int, outputs: int, inputs: int) -> Weight:
-        return self._stored(name, (count, outputs, inputs))
+        return Weight(torch.empty(len(groups), sum(groups[0].values()), columns, dtype=self.dtype, device="meta"))
 
     def output_matrix(self, name: str, tokens: int, tied: torch.Tensor | None = None) -> Linear:
         matrix = super().output_matrix(name, rows_per_rank(tokens, self.config.ranks), tied)
@@ -55,8 +52,8 @@ class ShapeRecorder(Reader):
             self.shapes[name] = MatrixShape(self.shapes[name])
         return weight
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> Weight:
-        return Weight(self._upcast(name, shape, self._dtype))
+    def _stored(self, name: str, shape: Shape, order: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Weight:
+        return Weight(self._upcast(name, shape, self.dtype))
 
     def _record(self, name: str, shape: tuple[int, ...]) -> None:
         """Refuses a config whose tensors no model has, before memory is taken for them or for their names."""

@@ -6,16 +6,54 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field
 
 from specbatch.errors import SpecbatchError, counted, refuse
-from specbatch.records.metrics import Better
+from specbatch.records.metric import Better
 from specbatch.records.run_record import RunRecord
-from specbatch.records.schema import AnsweredQuestion, AnswersTable, Question, checked, read_rows
+from specbatch.records.schema import Amount, Count, Number, Sampling, Table, checked, read_rows
 from specbatch.records.store import RECORD, WORKS, load_record
 
 QUESTIONS = "questions.jsonl"
 GENERATES = "generate_until"  # lm-eval's output type of tasks that generate answers
+
+
+class ScoreTable(Table):
+    model_config = ConfigDict(extra="forbid")
+
+    filter: str
+    metric: str
+    value: Number
+    stderr: Amount | None
+    n: Count
+    unparsed: Annotated[float, Field(ge=0, le=1)] | None
+    better: Literal["higher", "lower"] = "higher"
+    task: str = ""
+
+
+class AnswersTable(Table):
+    """The workload of a record of `eval`."""
+
+    task: str
+    kind: str = "generate_until"
+    sampling: Sampling | None = None
+    scores: list[ScoreTable]  # none of answers that were not scored
+
+
+class Question(Table):
+    """A line of questions.jsonl."""
+
+    doc_id: Count
+    prompt_hash: str
+    scores: dict[str, dict[str, Any]]
+
+
+class AnsweredQuestion(Question):
+    """Of a task that generates answers."""
+
+    finish_reason: str
 
 
 @dataclass(frozen=True)

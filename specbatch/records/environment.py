@@ -43,19 +43,19 @@ def hardware() -> dict[str, Any]:
             found["gpu"] = properties.name
             found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
             found["cuda"] = torch.version.cuda
-    if (driver := _driver()) is not None:
+    if (driver := nvidia_driver()) is not None:
         found["driver"] = driver
     return found
 
 
-def _driver() -> str | None:
-    """The version of the NVIDIA driver."""
+def nvidia_driver(root: Path = Path("/")) -> str | None:
+    """The version of the NVIDIA driver, from the files of the kernel below `root`."""
     try:
-        return Path("/sys/module/nvidia/version").read_text().strip()
+        return (root / "sys/module/nvidia/version").read_text().strip()
     except OSError:
         pass
     try:  # NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  ...
-        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text())
+        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", (root / "proc/driver/nvidia/version").read_text())
     except OSError:
         return None
     return found[1] if found else None

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from specbatch.core.request import INCOMPLETE
 from specbatch.records.estimates import CONFIDENCE, Estimate
-from specbatch.records.metrics import Metric
+from specbatch.records.metric import Metric
 from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import Replicates
 

@@ -14,12 +14,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self, TypeGuard
 
+from pydantic import Field
+
 from specbatch.errors import counted, refuse
 from specbatch.files.text_files import read_json
 from specbatch.records.answers import GENERATES, EvalAnswers, Score
-from specbatch.records.metrics import Better
+from specbatch.records.metric import Better
 from specbatch.records.run_record import RunRecord
-from specbatch.records.schema import LmEvalResults, LmEvalSample, checked, read_rows
+from specbatch.records.schema import Count, Table, checked, read_rows
 from specbatch.records.store import RECORD
 
 _DATED = re.compile(r".*_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?)\.json")
@@ -27,6 +29,34 @@ _WORKS = "name the folder of a run of lm-eval with --log_samples, of version 0.4
 _UNSCORED = "bypass"  # the metric of --predict_only
 _MOST = 1e15  # of a number; also false for NaN
 _SHOWN = 5  # names in a message
+
+
+class _SampleCount(Table):
+    original: Count
+    effective: Count
+
+
+class LmEvalResults(Table):
+    """results_DATE.json of lm-eval."""
+
+    results: dict[str, dict[str, Any]]
+    configs: dict[str, dict[str, Any]]
+    sizes: dict[str, _SampleCount] = Field(alias="n-samples", min_length=1)
+    group_subtasks: dict[str, list[str]] = Field(default_factory=dict)
+    higher_is_better: dict[str, dict[str, bool | None] | None] = Field(default_factory=dict)
+    config: dict[str, Any] = Field(default_factory=dict)
+    model_name: str | None = None
+    model_source: str | None = None
+    lm_eval_version: str = "of an unknown version"
+
+
+class LmEvalSample(Table):
+    """A line of samples_TASK_DATE.jsonl of lm-eval. Before version 0.4.7 it has neither filter nor metrics."""
+
+    doc_id: Count
+    prompt_hash: str
+    filter: str | None = None
+    metrics: list[str] | None = None
 
 
 @dataclass(frozen=True)

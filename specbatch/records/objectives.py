@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from specbatch.core.request import INCOMPLETE
 from specbatch.errors import refuse
-from specbatch.records.metrics import DISTRIBUTIONS
 
 
 @dataclass(frozen=True)
@@ -73,5 +72,7 @@ class Objectives:
 
 def objectives_text(slo: Mapping[str, float]) -> str:
     """The objectives of a record in words: "TTFT up to 0.5 s, TPOT up to 0.03 s"."""
+    from specbatch.records.request_metrics import DISTRIBUTIONS  # with NumPy, which the help of `sweep` does not need
+
     names = {f"{name}_s": distribution.quantity for name, distribution in DISTRIBUTIONS.items()}
     return ", ".join(f"{names[name]} up to {seconds:g} s" for name, seconds in slo.items())

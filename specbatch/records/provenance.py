@@ -30,8 +30,9 @@ _GIT_TIMEOUT_S = 10
 def provenance() -> dict[str, Any]:
     """The fields `command` (arguments, [] for a program of the user), `git` (absent outside of a checkout) and
     `environment`."""
-    found: dict[str, Any] = {"command": command(), "environment": environment(os.environ)}
-    if (git := revision()) is not None:
+    main = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "")
+    found: dict[str, Any] = {"command": command(sys.argv, main), "environment": environment(os.environ)}
+    if (git := revision(Path(__file__).resolve().parents[2])) is not None:
         found["git"] = dict(git)
     return found
 
@@ -45,13 +46,13 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def command() -> list[str]:
-    """The command line of this process, if it is a command of specbatch."""
-    module = getattr(getattr(sys.modules.get("__main__"), "__spec__", None), "name", "").removesuffix(".__main__")
-    if module == "specbatch" or Path(sys.argv[0]).name == "specbatch":
-        return ["specbatch", *without_secrets(sys.argv[1:])]
+def command(arguments: Sequence[str], main: str) -> list[str]:
+    """The command line of a process, if it is a command of specbatch. main: the module that runs, "" for a script."""
+    module = main.removesuffix(".__main__")
+    if module == "specbatch" or Path(arguments[0]).name == "specbatch":
+        return ["specbatch", *without_secrets(arguments[1:])]
     if module.startswith("specbatch."):
-        return ["python", "-m", module, *without_secrets(sys.argv[1:])]
+        return ["python", "-m", module, *without_secrets(arguments[1:])]
     return []
 
 
@@ -86,17 +87,24 @@ def _public(text: str) -> str:
 
 
 @cache
-def revision() -> dict[str, Any] | None:
-    """The git `revision` of specbatch, and whether files of its checkout were changed (`dirty`); None if unknown."""
-    checkout = Path(__file__).resolve().parents[2]
+def revision(checkout: Path) -> dict[str, Any] | None:
+    """The git `revision` of specbatch in the folder `checkout`, and whether files of it were changed (`dirty`); without
+    a repository there, that of the installation. None if unknown."""
     if (checkout / ".git").exists():
         commit, changes = _git(checkout, "rev-parse", "HEAD"), _git(checkout, "status", "--porcelain", "-uno")
         return None if commit is None or changes is None else {"revision": commit, "dirty": bool(changes)}
-    try:  # as pip records an installation from a repository (PEP 610)
-        installed = json.loads(metadata.distribution("specbatch").read_text("direct_url.json") or "{}")
-    except (metadata.PackageNotFoundError, ValueError):
+    try:
+        return installed_revision(metadata.distribution("specbatch").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
         return None
-    commit = installed.get("vcs_info", {}).get("commit_id")
+
+
+def installed_revision(direct_url: str) -> dict[str, Any] | None:
+    """The same of an installation from a repository. direct_url: the file in which pip records it (PEP 610)."""
+    try:
+        commit = json.loads(direct_url).get("vcs_info", {}).get("commit_id")
+    except ValueError:
+        return None
     return None if commit is None else {"revision": str(commit), "dirty": False}
 
 

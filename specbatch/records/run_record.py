@@ -7,7 +7,7 @@ import shlex
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.acceptance_profile import AcceptanceProfile, whole_lengths
@@ -25,19 +25,48 @@ CAPS = ("max_running", "max_model_len", "kv_pages", "page_size", "prefill_chunk"
 
 @dataclass
 class RunRecord:
-    """Everything needed to make a table again or to repeat the run. The command fills in `workload`."""
+    """Everything needed to make a table again or to repeat the run. The command fills in `workload`.
 
-    config: dict[str, Any]
-    caps: dict[str, Any]
-    metrics: dict[str, float | None]
-    counters: dict[str, Any]
-    requests: list[dict[str, Any]]
-    workload: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=lambda: versions())
-    hardware: dict[str, Any] = field(default_factory=lambda: hardware())
-    provenance: dict[str, Any] = field(default_factory=lambda: provenance())
-    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    schema: int = SCHEMA
+    docs/records.md has what is written beside the fields.
+    """
+
+    config: Annotated[dict[str, Any], "settings of the engine, as they were resolved"]
+    caps: Annotated[
+        dict[str, Any],
+        "what the engine could hold after the memory plan, and its device, dtype and backends; of a server "
+        "`server_version`, if it tells",
+    ]
+    metrics: Annotated[dict[str, float | None], "the numbers of the run: the table of metrics below"]
+    counters: Annotated[
+        dict[str, Any],
+        "counts that metrics and tables are computed from: iterations, graph replays, acceptance by draft position and "
+        "by context; of a server `errors`, `server_acceptance` (verifies with drafts, and how many accepted each "
+        "draft), where the accept length comes from, `resent_requests` and `client_cpu_share`",
+    ]
+    requests: Annotated[list[dict[str, Any]], "not in the file: the lines of `requests.jsonl`"]
+    workload: Annotated[
+        dict[str, Any],
+        "what was run: the command, the prompts with their hash, lengths, sampling, latency objectives (`slo`), and "
+        "the place of a point in its sweep",
+    ] = field(default_factory=dict)
+    versions: Annotated[dict[str, str], "of specbatch, Python, PyTorch, Triton and other packages"] = field(
+        default_factory=lambda: versions()
+    )
+    hardware: Annotated[
+        dict[str, Any],
+        "CPU, cores and memory; on a GPU its name, memory, CUDA version (`cuda`) and NVIDIA driver (`driver`)",
+    ] = field(default_factory=lambda: hardware())
+    provenance: Annotated[
+        dict[str, Any],
+        "how the run was started: `command`, the arguments; `git`, the revision of specbatch and whether its checkout "
+        "was changed (`dirty`), absent where it is unknown; `environment`, the variables {variables} that were set. "
+        "Values of options and variables with names such as `--api-key`, and user, password and query of URLs, are "
+        "never kept, nor are the arguments of a program that calls `Engine` itself. Earlier versions did not record it",
+    ] = field(default_factory=lambda: provenance())
+    created: Annotated[str, "when the run ended (ISO 8601, UTC)"] = field(
+        default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds")
+    )
+    schema: Annotated[int, "version of this format"] = SCHEMA
 
     @property
     def gpu(self) -> str | None:

@@ -5,18 +5,30 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.request import Completion
-from specbatch.records.metrics import DISTRIBUTIONS, least_values, percentile_name
+from specbatch.core.request import Completion, RequestMetrics
 
 EXACT_TIMES = 1 << 18  # values of a time that are kept one by one
 _STEP = math.log(1.001)  # width of a bucket, for more values than that
 _BLOCK = 1 << 15  # values that are sorted into buckets at a time
 _LEAST = 1e-9  # seconds; shorter times share a bucket
+_COUNTS = [item.name for item in fields(RequestMetrics) if isinstance(item.default, int)]
+_TIMES = [item.name for item in fields(RequestMetrics) if item.name.endswith("_s")]
+_OF_PROMPTS = {"prompt_tokens", "embedded_tokens", "cached_tokens"}  # which the samples of a prompt share
+
+
+def least_values(percent: int) -> int:
+    """How many values a percentile needs, so that at least one is expected above it: 100 for p99."""
+    return 1 if percent <= 50 else math.ceil(100 / (100 - percent))
+
+
+def percentile_name(percent: int) -> str:
+    return "median" if percent == 50 else f"p{percent}"
 
 
 class TimeSample:
@@ -60,34 +72,32 @@ class TimeSample:
                 break
         return math.exp(bucket * _STEP)
 
-    def metrics(self, name: str) -> dict[str, float | None]:
-        """Mean, percentiles and maximum under the names of `DISTRIBUTIONS[name]`; None where nothing was measured, and
-        for percentiles of too few values."""
-        found: dict[str, float | None] = {f"mean_{name}_s": self._sum / self.count if self.count else None}
-        for percent in DISTRIBUTIONS[name].percentiles:
-            enough = self.count >= least_values(percent)
-            found[f"{percentile_name(percent)}_{name}_s"] = self.percentile(percent) if enough else None
-        return found | {f"max_{name}_s": self._largest if self.count else None}
-
-
-def _ratio(sums: Counter[str], part: str, whole: str) -> float | None:
-    return sums[part] / sums[whole] if sums[whole] else None
+    def part(self, name: str) -> float | None:
+        """The "mean", "median", "p90", ... or "max"; None without values, and for a percentile of too few."""
+        if not self.count:
+            return None
+        if name in ("mean", "max"):
+            return self._sum / self.count if name == "mean" else self._largest
+        percent = 50 if name == "median" else int(name[1:])
+        return self.percentile(percent) if self.count >= least_values(percent) else None
 
 
 class RunTotals:
     """What the metrics of a run need to know about its requests. Incomplete requests count as errors only.
 
+    sums                of each count in `RequestMetrics`, by name
+    times               of each time in `RequestMetrics`, by name
     emitted_histogram   verifies that emitted 0, 1, 2, ... tokens (index = tokens, bonus included)
     errors              how many requests failed with each error
     """
 
     def __init__(self) -> None:
         self.requests = 0
+        self.sums: Counter[str] = Counter()
+        self.times: Mapping[str, TimeSample] = {name: TimeSample() for name in _TIMES}
         self.acceptance = Acceptance()
         self.emitted_histogram: list[int] = []
         self.errors: Counter[str] = Counter()
-        self._sums: Counter[str] = Counter()
-        self._times = {name: TimeSample() for name in DISTRIBUTIONS}
 
     def add(self, completion: Completion) -> None:
         if completion.error is not None:
@@ -96,63 +106,43 @@ class RunTotals:
             return
         row = completion.metrics
         self.requests += 1
-        self._sums.update(
-            output=row.output_tokens,
-            verifies=row.verify_steps,
-            emitted=row.emitted,
-            drafted=row.drafted,
-            accepted=row.accepted,
-            budget_rows=row.budget_rows,
-            corpus_verifies=row.corpus_verifies,
-            corpus_emitted=row.corpus_emitted,
-            corpus_drafted=row.corpus_drafted,
-            corpus_accepted=row.corpus_accepted,
-            retractions=row.retractions,
-        )
-        if not completion.sample:  # the samples of a prompt share it
-            self._sums.update(input=row.prompt_tokens, cached=row.cached_tokens)
+        for name in _COUNTS:
+            if not (completion.sample and name in _OF_PROMPTS):
+                self.sums[name] += getattr(row, name)
         self.acceptance += row.acceptance
         self.emitted_histogram += [0] * (len(row.emitted_histogram) - len(self.emitted_histogram))
         for place, count in enumerate(row.emitted_histogram):
             self.emitted_histogram[place] += count
-        self._times["itl"].extend(row.itl_s)
-        for name in ("ttft", "queue", "tpot", "e2e"):
-            value: float | None = getattr(row, f"{name}_s")
+        for name, sample in self.times.items():
+            value: float | MutableSequence[float] | None = getattr(row, name)
             if value is not None:
-                self._times[name].extend((value,))
+                sample.extend((value,) if isinstance(value, (int, float)) else value)
 
-    def metrics(self, duration_s: float, concurrency: int | None = None) -> dict[str, float | None]:
-        """All metrics of the requests over a window of `duration_s` seconds."""
-        sums = self._sums
-        first_drafts, first_right = self.acceptance.first
-        window = duration_s if duration_s > 0 else None
 
-        def rate(amount: float) -> float | None:
-            return amount / window if window else None
+@dataclass(frozen=True)
+class Requests:
+    """The finished requests of a window of `duration_s` seconds, at most `concurrency` at a time (None: unknown)."""
 
-        numbers: dict[str, float | None] = {
-            "requests": self.requests,
-            "duration_s": duration_s,
-            "input_tokens": sums["input"],
-            "cached_tokens": sums["cached"],
-            "output_tokens": sums["output"],
-            "request_throughput": rate(self.requests),
-            "input_throughput": rate(sums["input"]),
-            "output_throughput": rate(sums["output"]),
-            "total_throughput": rate(sums["input"] + sums["output"]),
-            "per_user_throughput": sums["output"] / window / concurrency if window and concurrency else None,
-            "accept_length": sums["emitted"] / sums["verifies"] if sums["verifies"] else None,
-            "accept_rate": sums["accepted"] / sums["drafted"] if sums["drafted"] else None,
-            "first_draft_accept_rate": first_right / first_drafts if first_drafts else None,
-            "verify_steps": sums["verifies"],
-            "drafted_tokens": sums["drafted"],
-            "accepted_tokens": sums["accepted"],
-            "rows_per_verify": _ratio(sums, "budget_rows", "verifies") if sums["budget_rows"] else None,
-            "corpus_share": _ratio(sums, "corpus_drafted", "drafted") if sums["corpus_verifies"] else None,
-            "corpus_accept_length": _ratio(sums, "corpus_emitted", "corpus_verifies"),
-            "corpus_accept_rate": _ratio(sums, "corpus_accepted", "corpus_drafted"),
-            "retractions": sums["retractions"],
-        }
-        for name in ("ttft", "queue", "tpot", "itl", "e2e"):
-            numbers |= self._times[name].metrics(name)
-        return numbers
+    totals: RunTotals
+    duration_s: float
+    concurrency: int | None = None
+
+    @property
+    def sums(self) -> Counter[str]:
+        return self.totals.sums
+
+    @property
+    def times(self) -> Mapping[str, TimeSample]:
+        return self.totals.times
+
+    def rate(self, amount: float) -> float | None:
+        """Per second."""
+        return amount / self.duration_s if self.duration_s > 0 else None
+
+    def per_user(self, amount: float) -> float | None:
+        """Per second and concurrent request."""
+        return amount / self.duration_s / self.concurrency if self.duration_s > 0 and self.concurrency else None
+
+    def ratio(self, top: str, bottom: str) -> float | None:
+        """Of two sums; None if the lower one is 0."""
+        return self.sums[top] / self.sums[bottom] if self.sums[bottom] else None

@@ -231,7 +231,7 @@ def differences(pairs: Pairs) -> dict[str, list[str]]:
     found: dict[str, dict[str, None]] = {}
     for before, after in pairs.both.values():
         old, new = (_environment(point.records[0]) for point in (before, after))
-        started = [_started(point.records[0]) for point in (before, after)]
+        started = [how_started(point.records[0]) for point in (before, after)]
         if all(started):  # earlier versions did not record it
             old, new = old | started[0], new | started[1]
         for name in dict.fromkeys([*old, *new]):
@@ -288,7 +288,7 @@ def _environment(record: RunRecord) -> dict[str, Any]:
     return {**flatten(record.config), **caps, **versions, "hardware": record.processor}
 
 
-def _started(record: RunRecord) -> dict[str, Any]:
+def how_started(record: RunRecord) -> dict[str, Any]:
     """What may explain other times although all settings are equal; empty for a record of an earlier version."""
     if not record.provenance:
         return {}

@@ -1,28 +1,40 @@
-"""Schema of the files of a run: record.json, requests.jsonl, questions.jsonl, sweep.json and the output of `generate`;
-and of lm-eval's files, as far as they are read.
+"""Schema of record.json, requests.jsonl and the output of `generate`, and `checked`, which validates every file.
 
 Commands that read records rely on what is declared here: `checked` refuses a file, perhaps edited by hand, that breaks
-it, with the field and its value. Fields that are not declared are kept and may hold anything.
+it, with the field and its value. Fields that are not declared are kept and may hold anything. The modules that read
+questions.jsonl, sweep.json and lm-eval's files declare those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
 from specbatch.config.engine_config import Graphs
 from specbatch.config.field_errors import first_problem
+from specbatch.core.request import RequestMetrics
 from specbatch.errors import refuse
 from specbatch.files.text_files import UnreadableError, open_regular, parse_json
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import speculation_of
+from specbatch.records.steps import Counters as StepCounters
 
 _LARGEST = 1e15
-_MOST_POINTS = 1_000_000  # of a sweep
-_SIGNED = ("launch_lead_s",)  # metrics that can be negative
+# Numbers that go together: where the first one is not 0, the others must be there.
+_GO_TOGETHER = {"iterations": ("iteration_s",), "device_steps": ("device_s", "device_idle_s")}
 
 Number = Annotated[float, Field(ge=-_LARGEST * 1e3, le=_LARGEST * 1e3)]
 Amount = Annotated[float, Field(ge=0, le=_LARGEST)]
@@ -47,36 +59,52 @@ Flag = Annotated[Any, AfterValidator(_is_flag)]
 CountText = Annotated[str, AfterValidator(_is_count)]
 
 
-Table = TypeVar("Table", bound=BaseModel)
+T = TypeVar("T", bound=BaseModel)
 
 
-class _Table(BaseModel):
+class Table(BaseModel):
     """Values as JSON has them: nothing is converted."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
-class _GraphModes(_Table):
+def _with_numbers_of(writer: type) -> Callable[[type[T]], type[T]]:
+    """Decorate a table of a file: it also has the counts and times of the dataclass that writes the file, which are not
+    negative, unless it declares them itself. Earlier versions may not have written them."""
+    hints = get_type_hints(writer)
+    types = {int: Count, float: Amount, float | None: Amount | None}
+    numbers = {
+        item.name: (types[hints[item.name]], item.default) for item in fields(writer) if hints[item.name] in types
+    }
+
+    def extend(table: type[T]) -> type[T]:
+        own: dict[str, Any] = {name: kind for name, kind in numbers.items() if name not in table.model_fields}
+        return create_model(table.__name__, __base__=table, __module__=__name__, **own)
+
+    return extend
+
+
+class _GraphModes(Table):
     model_config = ConfigDict(extra="forbid")
 
     decode: str
     prefill: str
 
 
-class _Profile(_Table):
+class _Profile(Table):
     name: str
     conditional: list[Number]
     curve: list[Annotated[list[Number], Field(min_length=2, max_length=2)]] = []
 
 
-class _SpeculationSettings(_Table):
+class _SpeculationSettings(Table):
     algorithm: str
     draft_tokens: Any = None
     simulate_accept_length: Amount | None = None
     simulate_accept: _Profile | None = None
 
 
-class Config(_Table):
+class Config(Table):
     model: str
     device: str
     dtype: str
@@ -89,7 +117,7 @@ class Config(_Table):
     prefix_cache: Flag
 
 
-class Caps(_Table):
+class Caps(Table):
     """A point that failed has none."""
 
     device: str = ""
@@ -106,7 +134,7 @@ class Caps(_Table):
     draft_length_s: dict[CountText, dict[str, Amount]] = {}
 
 
-class _Acceptance(_Table):
+class _Acceptance(Table):
     drafted: list[Count]
     tried: list[Count]
     accepted: list[Count]
@@ -121,22 +149,24 @@ class _Acceptance(_Table):
         return self
 
 
-class _GraphCounts(_Table):
+class _GraphCounts(Table):
     replays: Count
 
 
-class _ServerAcceptance(_Table):
+class _ServerAcceptance(Table):
     verifies: Positive
     accepted: list[Count]
 
 
-class _States(_Table):
+class _States(Table):
     kept: Count
     loaded: Count
     evicted: Count
 
 
-class Counters(_Table):
+@_with_numbers_of(StepCounters)
+class Counters(Table):
+    launch_lead_s: Number = 0.0
     acceptance: _Acceptance | None = None
     emitted_histogram: list[Count] = []
     draft_lengths: dict[CountText, dict[str, Positive]] = {}
@@ -148,11 +178,6 @@ class Counters(_Table):
     server_acceptance: _ServerAcceptance | None = None
     resent_requests: Count = 0
     client_cpu_share: Amount | None = None
-    iterations: Count = 0
-    iteration_s: Amount = 0
-    device_steps: Count = 0
-    device_s: Amount = 0
-    device_idle_s: Amount = 0
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -166,15 +191,14 @@ class Counters(_Table):
             raise ValueError("emitted_histogram should count the verifies that acceptance has")
         if not all(steps for steps, _ in self.steps_by_rows.values()):
             raise ValueError("steps_by_rows should have a positive number of steps for each number of rows")
-        for count, seconds in (("iterations", "iteration_s"), ("device_steps", "device_s")):
-            if getattr(self, count) and seconds not in given:
-                raise ValueError(f"{seconds} should be given with {count}")
-        if self.device_steps and "device_idle_s" not in given:
-            raise ValueError("device_idle_s should be given with device_steps")
+        for count, times in _GO_TOGETHER.items():
+            for seconds in times:
+                if getattr(self, count) and seconds not in given:
+                    raise ValueError(f"{seconds} should be given with {count}")
         return self
 
 
-class Workload(_Table):
+class Workload(Table):
     """What every command writes. A record with a `configuration` is of a point of a sweep."""
 
     command: str = ""
@@ -190,13 +214,13 @@ class Workload(_Table):
     request_rate: Amount | None = None
 
 
-class _Shared(_Table):
+class _Shared(Table):
     groups: Positive
     group_prompts: Positive
     shared_len: Any
 
 
-class _Sampling(_Table):
+class Sampling(Table):
     temperature: Amount
     top_p: Amount = 1.0
     top_k: Count = 0
@@ -216,7 +240,7 @@ class PointWorkload(Workload):
     repeat: Positive
     dataset: str
     category: str | None = None
-    sampling: _Sampling | None = None
+    sampling: Sampling | None = None
     until_precise: Amount | None = None
     slo: dict[Literal["ttft_s", "tpot_s", "e2e_s"], Amount] = {}
     prompts: Count
@@ -245,18 +269,18 @@ class BenchWorkload(PointWorkload):
     input_len: Positive
 
 
-class _Git(_Table):
+class _Git(Table):
     revision: str
     dirty: bool
 
 
-class _Provenance(_Table):
+class _Provenance(Table):
     command: list[str] = []
     git: _Git | None = None
     environment: dict[str, str] = {}
 
 
-class Record(_Table):
+class Record(Table):
     """record.json."""
 
     model_config = ConfigDict(extra="forbid")
@@ -284,7 +308,7 @@ class Record(_Table):
     @classmethod
     def _not_negative(cls, value: dict[str, float | None]) -> dict[str, float | None]:
         for name, number in value.items():
-            if number is not None and number < 0 and name in METRICS and name not in _SIGNED:
+            if number is not None and number < 0 and name in METRICS and not METRICS[name].is_signed:
                 raise ValueError(f"{name} should not be negative")
         return value
 
@@ -319,26 +343,15 @@ class BenchRecord(PointRecord):
     workload: BenchWorkload
 
 
-class RequestRow(_Table):
+@_with_numbers_of(RequestMetrics)
+class RequestRow(Table):
     """A line of requests.jsonl. Rows of scored texts have no finish reason."""
 
     index: Count
     finish_reason: str | None = None
     seed: int | None = None
     logprob: Number | None = None
-    prompt_tokens: Count = 0
-    output_tokens: Count = 0
-    cached_tokens: Count = 0
     scored_tokens: Count = 0
-    verify_steps: Count = 0
-    emitted: Count = 0
-    drafted: Count = 0
-    accepted: Count = 0
-    accept_length: Amount | None = None
-    ttft_s: Amount | None = None
-    queue_s: Amount | None = None
-    tpot_s: Amount | None = None
-    e2e_s: Amount | None = None
     token_ids: list[int] | None = None
     category: str | None = None
     turn: Positive | None = None
@@ -350,7 +363,7 @@ class RequestRow(_Table):
         return self
 
 
-class OutputRow(_Table):
+class OutputRow(Table):
     """A row of an output of `generate`. That of a prompt that failed has an error in place of an answer."""
 
     index: Count
@@ -361,88 +374,7 @@ class OutputRow(_Table):
     verify_steps: Count
 
 
-class Question(_Table):
-    """A line of questions.jsonl."""
-
-    doc_id: Count
-    prompt_hash: str
-    scores: dict[str, dict[str, Any]]
-
-
-class AnsweredQuestion(Question):
-    """Of a task that generates answers."""
-
-    finish_reason: str
-
-
-class ScoreTable(_Table):
-    model_config = ConfigDict(extra="forbid")
-
-    filter: str
-    metric: str
-    value: Number
-    stderr: Amount | None
-    n: Count
-    unparsed: Annotated[float, Field(ge=0, le=1)] | None
-    better: Literal["higher", "lower"] = "higher"
-    task: str = ""
-
-
-class AnswersTable(_Table):
-    """The workload of a record of `eval`."""
-
-    task: str
-    kind: str = "generate_until"
-    sampling: _Sampling | None = None
-    scores: list[ScoreTable]  # none of answers that were not scored
-
-
-class _SampleCount(_Table):
-    original: Count
-    effective: Count
-
-
-class LmEvalResults(_Table):
-    """results_DATE.json of lm-eval."""
-
-    results: dict[str, dict[str, Any]]
-    configs: dict[str, dict[str, Any]]
-    sizes: dict[str, _SampleCount] = Field(alias="n-samples", min_length=1)
-    group_subtasks: dict[str, list[str]] = {}
-    higher_is_better: dict[str, dict[str, bool | None] | None] = {}
-    config: dict[str, Any] = {}
-    model_name: str | None = None
-    model_source: str | None = None
-    lm_eval_version: str = "of an unknown version"
-
-
-class LmEvalSample(_Table):
-    """A line of samples_TASK_DATE.jsonl of lm-eval. Before version 0.4.7 it has neither filter nor metrics."""
-
-    doc_id: Count
-    prompt_hash: str
-    filter: str | None = None
-    metrics: list[str] | None = None
-
-
-class Plan(_Table):
-    """sweep.json."""
-
-    configurations: dict[str, Any]
-    concurrency: Annotated[list[Positive], Field(min_length=1, max_length=1000)]
-    repeats: Positive
-
-    @model_validator(mode="after")
-    def _finite(self) -> Self:
-        if len(self.configurations) * len(self.concurrency) * self.repeats > _MOST_POINTS:
-            raise ValueError(f"should have at most {_MOST_POINTS} points")
-        for name in self.configurations:
-            if "\x00" in name or not 0 < len(name.encode(errors="replace")) <= 255:
-                raise ValueError("configurations should have names that a folder can have")
-        return self
-
-
-def checked(setting: str, where: str, model: type[Table], value: Any, works: str) -> Table:
+def checked(setting: str, where: str, model: type[T], value: Any, works: str) -> T:
     """The value as a `model`. Raises SpecbatchError for `setting` with the first field that is wrong."""
     try:
         return model.model_validate(value)
@@ -450,7 +382,7 @@ def checked(setting: str, where: str, model: type[Table], value: Any, works: str
         raise refuse(setting, where, f"{first_problem(error)}; {works}") from None
 
 
-def read_rows(setting: str, path: Path, model: type[Table], works: str) -> Iterator[dict[str, Any]]:
+def read_rows(setting: str, path: Path, model: type[T], works: str) -> Iterator[dict[str, Any]]:
     """The rows of a JSONL file, each checked. Raises SpecbatchError with the line that is wrong."""
     try:
         with open_regular(path) as file:
@@ -462,7 +394,7 @@ def read_rows(setting: str, path: Path, model: type[Table], works: str) -> Itera
         raise refuse(setting, str(path), f"{reason}; {works}") from None
 
 
-def _row(setting: str, where: str, model: type[Table], line: bytes, works: str) -> dict[str, Any]:
+def _row(setting: str, where: str, model: type[T], line: bytes, works: str) -> dict[str, Any]:
     try:
         row: dict[str, Any] = parse_json(line)
     except UnreadableError as error:

@@ -10,20 +10,39 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, Self
+
+from pydantic import Field, model_validator
 
 from specbatch.errors import refuse
 from specbatch.files.atomic_file import write_atomic, writing
 from specbatch.files.text_files import read_json
 from specbatch.records.differences import describe_differences
 from specbatch.records.run_record import RunRecord
-from specbatch.records.schema import Plan, checked
+from specbatch.records.schema import Positive, Table, checked
 from specbatch.records.store import RECORD
 
 PLAN = "sweep.json"
 LEFT_OUT = "left_out.json"  # of an evaluation in several configurations: why some were not measured
 SWEEP = "a sweep"
-LEAST_PROMPTS = 4  # of a point, so that medians mean something
+_MOST_POINTS = 1_000_000
+
+
+class Plan(Table):
+    """sweep.json."""
+
+    configurations: dict[str, Any]
+    concurrency: Annotated[list[Positive], Field(min_length=1, max_length=1000)]
+    repeats: Positive
+
+    @model_validator(mode="after")
+    def _finite(self) -> Self:
+        if len(self.configurations) * len(self.concurrency) * self.repeats > _MOST_POINTS:
+            raise ValueError(f"should have at most {_MOST_POINTS} points")
+        for name in self.configurations:
+            if "\x00" in name or not 0 < len(name.encode(errors="replace")) <= 255:
+                raise ValueError("configurations should have names that a folder can have")
+        return self
 
 
 class Described(Protocol):

@@ -20,7 +20,7 @@ from statistics import fmean
 
 from specbatch.records.estimates import Estimate
 from specbatch.records.intervals import Interval, in_common, interval, over_logs, were_added, were_interleaved
-from specbatch.records.metrics import Better, Metric
+from specbatch.records.metric import Better, Metric
 from specbatch.records.runs import Replicates
 
 PAYS, LOSES, UNDECIDED, ONE_REPEAT, NOT_JUDGED = "pays", "loses", "undecided", "one repeat", "not judged"

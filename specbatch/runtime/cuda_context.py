@@ -13,12 +13,12 @@ from pathlib import Path
 def make_context_ahead(device: str) -> None:
     """Start a thread that creates the primary context of the device (auto, cuda, cuda:N), which torch will use. If
     there is no driver or no such device, or torch is built for CPUs, it does nothing: torch reports that later."""
-    if device != "cpu" and _is_built_for_cuda():
+    if device != "cpu" and is_built_for_cuda():
         # Not a daemon thread: a command that ends at once with an error must not exit while the driver initializes.
         threading.Thread(target=_make_context, args=(int(device.partition(":")[2] or 0),)).start()
 
 
-def _is_built_for_cuda() -> bool:
+def is_built_for_cuda() -> bool:
     """Whether torch is, without importing it."""
     found = find_spec("torch")
     return found is not None and (Path(found.origin or "").parent / "lib" / "libtorch_cuda.so").exists()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -119,11 +119,11 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int, lengths: int = 1) -> int:
+def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int, draft_lengths: Sequence[int] = (0,)) -> int:
     """Estimated device memory of the recordings themselves: about 64 KiB a graph for its launches.
 
-    lengths: how many numbers of drafts a step may have."""
-    count = len(batch_buckets(most)) * lengths * layers // 4 if graphs.decode == "whole" else 0
+    draft_lengths: see `Speculation`."""
+    count = len(batch_buckets(most)) * len(draft_lengths) * layers // 4 if graphs.decode == "whole" else 0
     if graphs.prefill == "piecewise":
         buckets = token_buckets(chunk)
         count += len(buckets) * (layers + 1) + 2 * sum(size <= SHORT_TOKENS for size in buckets) * layers // 4
@@ -172,15 +172,15 @@ class WholeGraphs:
         run: Callable[[torch.Tensor, SamplingFlags, int], Result],
         recorder: Recorder,
         most: int,
-        lengths: tuple[int, ...],
+        draft_lengths: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        """run: the decode step over slots [B] with so many drafts, one of `lengths`; most: largest batch."""
+        """run: the decode step over slots [B] and a number of drafts, one of `draft_lengths`; most: largest batch."""
         self.counters = GraphCounters()
         self._run = run
         self._recorder = recorder
         self._buckets = batch_buckets(most)
-        self._lengths = lengths
+        self._draft_lengths = draft_lengths
         self._graphs: dict[tuple[int, int, SamplingFlags], Program] = {}
         # The place of the last result in the ring. Replays count it on the device, so that the host need not send it.
         self._turn = 0
@@ -191,25 +191,25 @@ class WholeGraphs:
         self._host = torch.zeros(RING, most, dtype=torch.int64)
         if device.type == "cuda":
             self._host = self._host.pin_memory()
-        self._most_nodes = most * (max(lengths) + 1)
+        self._most_nodes = most * (max(draft_lengths) + 1)
         # Rings of results, by field of `Result`. Made when a recording first needs them.
         self._rings: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._buckets) * len(self._lengths)
+        return len(self._buckets) * len(self._draft_lengths)
 
     def capture(self) -> Iterator[None]:
         for bucket in reversed(self._buckets):  # the largest first: the others fit into the memory it leaves
-            for drafts in reversed(self._lengths):
-                self._capture(bucket, drafts, SamplingFlags())
+            for num_drafts in reversed(self._draft_lengths):
+                self._capture(bucket, num_drafts, SamplingFlags())
                 yield
 
-    def __call__(self, slots: list[int], flags: SamplingFlags, drafts: int) -> Result:
+    def __call__(self, slots: list[int], flags: SamplingFlags, num_drafts: int) -> Result:
         """One decode step over `slots`."""
         bucket = bucket_of(self._buckets, len(slots))
-        replay = self._graphs.get((bucket, drafts, flags))
+        replay = self._graphs.get((bucket, num_drafts, flags))
         if replay is None:
-            replay = self._capture(bucket, drafts, flags)
+            replay = self._capture(bucket, num_drafts, flags)
             self.counters.recorded_late += 1
         self._turn = turn = (self._turn + 1) % RING
         rows = [*slots, *[0] * (bucket - len(slots))]
@@ -220,11 +220,11 @@ class WholeGraphs:
         replay()
         self.counters.replays += 1
         self.counters.padded += bucket - len(slots)
-        return Result(**{name: ring[turn] for name, ring in self._results(len(slots), drafts, flags).items()})
+        return Result(**{name: ring[turn] for name, ring in self._results(len(slots), num_drafts, flags).items()})
 
-    def _results(self, count: int, drafts: int, flags: SamplingFlags) -> dict[str, torch.Tensor]:
+    def _results(self, count: int, num_drafts: int, flags: SamplingFlags) -> dict[str, torch.Tensor]:
         """Views of the rings for results of `count` requests: [RING, count, ...]."""
-        rows = drafts + 1
+        rows = num_drafts + 1
         shapes: dict[str, tuple[int, ...]] = {"packed": (count, rows + 3)}
         shapes |= {"logprobs": (count, rows)} if flags.logprobs else {}
         if flags.top_logprobs:
@@ -238,12 +238,12 @@ class WholeGraphs:
             self._rings[name] = torch.zeros(RING, self._most_nodes * width, dtype=dtype, device=self._rows.device)
         return self._rings[name]
 
-    def _capture(self, bucket: int, drafts: int, flags: SamplingFlags) -> Program:
+    def _capture(self, bucket: int, num_drafts: int, flags: SamplingFlags) -> Program:
         rows = self._rows[:bucket]
-        rings = self._results(bucket, drafts, flags)
+        rings = self._results(bucket, num_drafts, flags)
 
         def program() -> None:
-            result = self._run(rows, flags, drafts)
+            result = self._run(rows, flags, num_drafts)
             ring_push(rings["packed"], self._place, result.packed)
             for name, ring in rings.items():
                 if name != "packed":
@@ -254,5 +254,5 @@ class WholeGraphs:
         self._sent = []
         self._recorder.warm(program)
         self._place.fill_(self._turn)
-        replay = self._graphs[bucket, drafts, flags] = self._recorder.record(program)
+        replay = self._graphs[bucket, num_drafts, flags] = self._recorder.record(program)
         return replay

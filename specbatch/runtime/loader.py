@@ -12,18 +12,14 @@ import torch
 from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.linear import is_blocked
-from specbatch.kernels.gemm.quantized.mxfp4 import keeps_mxfp4, mxfp4_bytes
-from specbatch.kernels.gemm.quantized.weight import keeps_quantized
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
-from specbatch.models.formats import mxfp4
+from specbatch.models.decoder import Decoder, parameter_count, tensor_shapes, weight_shapes
+from specbatch.models.formats.format import Format, MatrixShape, Shapes
 from specbatch.models.formats.fp8 import FP8Weights
-from specbatch.models.formats.int4 import Int4Weights
-from specbatch.models.formats.quantization import MatrixShape, Shapes
-from specbatch.models.layers.blocks import Reader
-from specbatch.models.layers.partition import rows_per_rank
+from specbatch.models.partition import rows_per_rank
+from specbatch.models.weight_reader import Reader
 from specbatch.progress.bars import Stages
 from specbatch.runtime.cuda_graphs import Recorder
 from specbatch.runtime.prefill_forward import EagerForward, Forward, PiecewiseGraphs, PromptWork
@@ -36,23 +32,22 @@ C = TypeVar("C", bound=ModelConfig)
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Memory that a model's weights take once they are loaded."""
-    count = config.parameter_count()
+    count = parameter_count(config)
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
         count += rows_per_rank(config.vocab_size, config.ranks) * config.hidden_size
-    kept, shapes = kept_quantized(config, device) | _kept_mxfp4(config, device), config.weight_shapes()
+    kept, shapes = kept_quantized(config, device), weight_shapes(config)
     return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
 
 
 def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
     """Weights that stay quantized in memory, and their bytes including scales."""
-    stored = config.quantization
-    if stored is None or not keeps_quantized(device):
+    stored = config.format_except_ends
+    if stored is None or not stored.runs_on(device):
         return {}
-    stored = stored.except_for(config.unquantized_ends)
     return {
         name: stored.memory(shape)
-        for name, shape in config.weight_shapes().items()
-        if stored.is_quantized(name, shape) and not config.may_dequantize(name, shape)
+        for name, shape in weight_shapes(config).items()
+        if stored.is_quantized(name, shape) and stored.keeps(name, device) and not config.may_dequantize(name, shape)
     }
 
 
@@ -68,25 +63,17 @@ def saved_by_fp8(config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> int
 
 
 def dequantized_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Memory of the largest weight that is dequantized for a GEMM of many rows: INT4 weights are."""
-    if not isinstance(config.quantization, Int4Weights):
+    """Memory of the largest weight that is dequantized for a GEMM of many rows."""
+    if config.quantization is None or not config.quantization.dequantizes_for_gemm:
         return 0
-    kept, shapes = kept_quantized(config, device), config.weight_shapes()
+    kept, shapes = kept_quantized(config, device), weight_shapes(config)
     joined = 2  # weights of one matrix: gate and up
     return joined * max((math.prod(shapes[name]) for name in kept), default=0) * dtype.itemsize
 
 
 def _has_quantized(config: ModelConfig) -> bool:
     """Whether the files have more tensors than the model has weights: scales."""
-    return len(config.tensor_shapes()) > len(config.weight_shapes())
-
-
-def _kept_mxfp4(config: ModelConfig, device: torch.device) -> dict[str, int]:
-    """Weights that stay MXFP4 in memory, and their bytes including scales."""
-    if not keeps_mxfp4(device):
-        return {}
-    scales = {name: shape for name, shape in config.tensor_shapes().items() if name.endswith(mxfp4.SCALES)}
-    return {name.removesuffix(mxfp4.SCALES): mxfp4_bytes(groups) for name, groups in scales.items()}
+    return len(tensor_shapes(config)) > len(weight_shapes(config))
 
 
 def quantizes_activations(
@@ -96,8 +83,8 @@ def quantizes_activations(
     none, and checkpoints with quantized weights only were not made for FP8 ones. at_load: whether one of them is
     quantized at load."""
     stored = [model.quantization for model in models if kept_quantized(model, device)]
-    made = any(isinstance(one, FP8Weights) and one.quantizes_inputs for one in stored)
-    return asked and dtype.itemsize == 2 and (made or (at_load and keeps_quantized(device)))
+    made = any(one is not None and one.has_fp8_gemm and one.quantizes_inputs for one in stored)
+    return asked and dtype.itemsize == 2 and (made or (at_load and FP8Weights.runs_on(device)))
 
 
 def quantization_lines(
@@ -107,12 +94,12 @@ def quantization_lines(
     loads the target, and the draft; quantizes: see `quantizes_activations`; draft_to_fp8: see `Loader`."""
     name, device = str(model.dtype).removeprefix("torch."), model.device
 
-    def stored(kind: str) -> str:
-        kept = "kept" if keeps_quantized(device) else f"dequantized to {name}, as this device has no {kind} GEMM"
-        return f"{kind} weights: {kept}"
+    def stored(form: Format | type[Format]) -> str:
+        kept = "kept" if form.runs_on(device) else f"dequantized to {name}, as this device has no {form.name} GEMM"
+        return f"{form.name} weights: {kept}"
 
     if loads[0] and model.config.quantization is not None:
-        line = stored(model.config.quantization.name)
+        line = stored(model.config.quantization)
         if model.dequantized:
             line += (
                 f", but {len(model.dequantized)} dequantized to {name}, as their matrices are no whole number of scale "
@@ -120,17 +107,14 @@ def quantization_lines(
             )
         yield line
     if loads[1] and draft.quantization is not None and _has_quantized(draft):
-        yield f"draft: {stored(draft.quantization.name)}"
+        yield f"draft: {stored(draft.quantization)}"
     if draft_to_fp8:
-        yield f"draft: matrices quantized at load, {stored('FP8')}"
-    mx = "kept" if keeps_mxfp4(device) else f"dequantized to {name}, as this device has no MXFP4 GEMM"
-    for whose, config, is_loaded in zip(("", "draft: "), (model.config, draft), loads, strict=True):
-        if is_loaded and any(tensor.endswith(mxfp4.BLOCKS) for tensor in config.tensor_shapes()):
-            yield f"{whose}MXFP4 weights: {mx}"
+        yield f"draft: matrices quantized at load, {stored(FP8Weights)}"
     in_files = any(
-        isinstance(one.quantization, FP8Weights) and kept_quantized(one, device) for one in (model.config, draft)
+        one.quantization is not None and one.quantization.has_fp8_gemm and kept_quantized(one, device)
+        for one in (model.config, draft)
     )
-    if in_files or (draft_to_fp8 and keeps_quantized(device)):
+    if in_files or (draft_to_fp8 and FP8Weights.runs_on(device)):
         state = "on, quantized per token and 128 columns" if quantizes else f"off, they are {name}"
         yield f"FP8 activations: {state}"
 
@@ -153,7 +137,7 @@ class Loader:
     chunk: int
     page_table: torch.Tensor  # of the engine's batch
     tokens: torch.Tensor  # of the engine's batch
-    num_queries: int  # of a verify, per request
+    num_drafts: int  # of a verify, per request
     trees: bool  # whether drafts may be trees
     state_dtype: str  # of recurrent layers' matrix states
     cached_states: int  # places for states of prefixes
@@ -216,7 +200,7 @@ class Loader:
         types = state_types(self.dtype, self.state_dtype)
         shapes, slots = model.config.state_shapes, self.page_table.shape[0]
         return RecurrentStates(
-            shapes, model.recurrent_layers, slots, self.num_queries, types, self.device, self.cached_states,
+            shapes, model.recurrent_layers, slots, self.num_drafts + 1, types, self.device, self.cached_states,
             trees=self.trees,
         )  # fmt: skip
 

@@ -15,9 +15,10 @@ from typing import Protocol, cast
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout, latent_prefill
-from specbatch.kernels.attention.prefill.prompt_inputs import PromptInputs, prompt_inputs
+from specbatch.kernels.attention.latent.latent_attention import latent_prefill
+from specbatch.kernels.attention.prefill.prompt_inputs import prompt_inputs
 from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.attention.queries import AttentionInputs, LatentLayout, PrefillInputs, PromptInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.common.rehearsal import is_rehearsing
 from specbatch.kernels.common.upload import upload
@@ -243,8 +244,9 @@ class PiecewiseGraphs:
         cache, place, mixer = self._cache, self._model.places[index], self._model.layers[index].mixer
         projected, out = _rows(self._projected, count, mixer.width), _rows(self._mixed, count, mixer.mixed)
         if isinstance(mixer, Attention) and isinstance(mixer.heads, LatentLayout):
-            prompt, caches = self._prompt.first(count), (cache.k[place], cache.v[place])
-            out.copy_(latent_prefill(projected, mixer.heads, prompt.positions, prompt.kv_slots, *caches, spans))
+            prompt = self._prompt.first(count)
+            latents = AttentionInputs(projected, mixer.heads, prompt.positions, cache.k[place], cache.v[place])
+            out.copy_(latent_prefill(latents, prompt.kv_slots, spans))
         elif isinstance(mixer, Attention):
             k_cache, v_cache, heads = cache.k[place], cache.v[place], mixer.heads
             q, k, v = self._q[:count], None, None
@@ -252,7 +254,8 @@ class PiecewiseGraphs:
                 k = self._k[:count]
                 v = projected.unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
             out = out.view_as(q)
-            mixed = cache.attention(q, k, v, k_cache, v_cache, spans, heads.window or 0, out, heads.sinks)
+            inputs = PrefillInputs(q, k, v, k_cache, v_cache, spans, heads.window or 0, out, heads.sinks)
+            mixed = cache.attention(inputs)
             if mixed is not out:
                 out.copy_(mixed)
         else:
@@ -278,8 +281,8 @@ class PiecewiseGraphs:
             """Prepare the operation of layer `index`, whose projection is computed."""
             mixer, place = layers[index].mixer, model.places[index]
             if isinstance(mixer, Attention) and not isinstance(mixer.heads, LatentLayout):
-                k_cache, v_cache = self._cache.k[place], self._cache.v[place]
-                split_qkv_rope(input_of(index), mixer.heads, positions, slots, k_cache, v_cache, out=(q, k))
+                caches = self._cache.k[place], self._cache.v[place]
+                split_qkv_rope(AttentionInputs(input_of(index), mixer.heads, positions, *caches), slots, out=(q, k))
             residual[:] = [x] if index + 1 < len(layers) else [last_input.copy_(x)]
 
         def enter() -> None:

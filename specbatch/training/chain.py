@@ -9,6 +9,7 @@ sequence draft in parallel, each from its own prefix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,8 +111,8 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(logits: torch.Tensor, wanted: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Cross entropy float32 [n] of logits [n, V] with the distributions wanted[rows], of float32 [N, V] and int64 [n].
     It can be differentiated once, by the logits."""
-    losses: torch.Tensor = _CrossEntropy.apply(logits, wanted, rows)  # type: ignore[no-untyped-call]
-    return losses
+    apply: Callable[..., torch.Tensor] = _CrossEntropy.apply  # it has a type since torch 2.15
+    return apply(logits, wanted, rows)
 
 
 class Memory:

@@ -9,6 +9,7 @@ from typing import Any
 from specbatch.algorithms import ALGORITHMS
 from specbatch.config.draft_shape import MOST
 from specbatch.config.settings import Rule, check_fields, is_whole, number, setting, whole
+from specbatch.config.values import layers
 from specbatch.errors import MOST_SEED, refuse
 
 _OWN = {name: algorithm.training.settings for name, algorithm in ALGORITHMS.items() if algorithm.training}
@@ -31,7 +32,6 @@ def _default(name: str) -> str:
     return f"Default: {'; '.join([str(usual), ', '.join(others)]) if others else usual}"
 
 
-ANSWER_TOKENS = 512  # default limit of an answer
 USUAL_VOCABULARY = 32000  # draft vocabulary of published EAGLE-3 heads
 
 _ROOT_DRAFTS = ", ".join(name for name, algorithm in ALGORITHMS.items() if algorithm.root_drafts)
@@ -78,6 +78,7 @@ class Recipe:
         f"{_takers('aux_layers')}: layers of the target whose inputs the head reads, such as 2,18,33. Default: 2, the "
         "middle one and the last but two.",
         _LAYERS,
+        parse=layers,
     )
     block_size: int | None = setting(
         None,

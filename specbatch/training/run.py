@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,18 +15,18 @@ from specbatch import weights
 from specbatch.algorithms import ALGORITHMS
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
-from specbatch.core.request import SamplingParams
-from specbatch.errors import at_least, refuse, reporting
+from specbatch.errors import refuse, reporting
 from specbatch.files.atomic_file import write_json
-from specbatch.jobs.prompts import Prompt, read_prompts
+from specbatch.jobs.prompts import read_prompts
 from specbatch.progress.bars import Report
 from specbatch.records.environment import hardware, versions
 from specbatch.runtime.device import find_device, find_dtype, type_name
 from specbatch.training import files
 from specbatch.training.answers import ANSWERS, answer, header_of, partial_answers, read_answers, with_room
 from specbatch.training.data import Example, answers_hash, split
-from specbatch.training.recipe import ANSWER_TOKENS, Recipe
+from specbatch.training.recipe import Recipe
 from specbatch.training.saved_state import SavedState
+from specbatch.training.source import Source
 from specbatch.training.target import Target
 from specbatch.training.trainer import History, make_head, method_of, train
 from specbatch.weights.cache import file_hash
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from specbatch.weights import Checkpoint
 
 RECORD = "record.json"
-USUAL = SamplingParams(max_new_tokens=ANSWER_TOKENS)
 OpenEngine = Callable[[EngineConfig], AbstractContextManager["Engine"]]
 
 
@@ -44,38 +43,6 @@ class Progress(Protocol):
     """Shows the progress of something under a label, in a unit."""
 
     def __call__(self, label: str, unit: str) -> AbstractContextManager[Report]: ...
-
-
-@dataclass(frozen=True)
-class Source:
-    """Source of the answers: the first `limit` prompts in `data`, answered with `params`; or `answers`, a file of an
-    earlier run.
-
-    asked    the task that asks the questions of `data` and how, for the record
-    prompts  its prompts; None: those in `data`
-    """
-
-    data: Path | None
-    answers: Path | None
-    params: SamplingParams = USUAL
-    chat_template: bool = True
-    limit: int | None = None
-    asked: Mapping[str, object] | None = None
-    prompts: Sequence[Prompt] | None = None
-
-    def __post_init__(self) -> None:
-        if (self.data is None) == (self.answers is None):
-            found = None if self.data is None else str(self.data)
-            raise refuse("data", found, "give either --data (prompts) or --answers (of an earlier run)")
-        if self.limit is not None:
-            at_least("limit", self.limit, 1)
-        if self.answers is not None and (self.params != USUAL or not self.chat_template):
-            how = "temperature, top-p, max-new-tokens, chat template"
-            raise refuse(
-                "answers",
-                str(self.answers),
-                f"no prompts are answered in this run; leave out the settings of generation ({how})",
-            )
 
 
 def train_draft(

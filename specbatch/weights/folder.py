@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,21 +12,17 @@ from specbatch.errors import SpecbatchError, refuse, shown
 from specbatch.files.config_values import table_of
 from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
-from specbatch.models.formats import mxfp4
-from specbatch.models.formats.fp8 import SCALES, FP8Weights, is_per_output, scaled
-from specbatch.models.formats.int4 import INTEGERS, ORDERS, VALUES, WHOLE, Int4Weights
-from specbatch.models.formats.quantization import is_unused_scale
-from specbatch.models.formats.quantization_config import KEY
+from specbatch.models.decoder import tensor_shapes
+from specbatch.models.formats.format import SCALES, is_unused_scale, scaled
+from specbatch.models.formats.registry import FILE_TYPES, FORMATS
+from specbatch.models.formats.settings import KEY
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights.checkpoint import Log, Read, read_config
 
 if TYPE_CHECKING:
     import torch
 
-FP8 = "F8_E4M3"
-_BYTES = {"F32": 4, "F16": 2, "BF16": 2, FP8: 1}
-_INT4 = {"I32": 4, "I64": 8}
-_MXFP4 = "U8"
+_TYPES = ("F32", "F16", "BF16", *FILE_TYPES)  # of safetensors
 LM_HEAD = "lm_head.weight"
 MAPS = ("d2t", "t2d")  # maps between the vocabularies of a draft and its target, with integer or bool dtype
 
@@ -41,7 +38,7 @@ class SafetensorsFiles:
         self._files: dict[str, Any] = {}  # tensor name -> open file
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.bytes = 0
-        fp8: dict[str, Path] = {}
+        quantized: dict[str, tuple[str, Path]] = {}  # weights that keep their name: type and file
         for path, expected in _weight_files(folder).items():
             file = _open_file(path)
             held = list(file.keys())
@@ -51,31 +48,26 @@ class SafetensorsFiles:
                 if expected and name not in expected:
                     continue
                 view = file.get_slice(name)
-                if name.endswith((mxfp4.BLOCKS, mxfp4.SCALES)):
-                    if view.get_dtype() != _MXFP4:
-                        raise _damaged(path, f"tensor {name} is {view.get_dtype()}; blocks and scales are {_MXFP4}")
-                elif name.endswith(INTEGERS):
-                    if view.get_dtype() not in _INT4 or (name.endswith(VALUES) and view.get_dtype() != "I32"):
-                        raise _damaged(path, f"tensor {name} is {view.get_dtype()}; packed INT4 values are in I32")
-                elif view.get_dtype() not in _BYTES and name.rpartition(".")[2] not in MAPS:
-                    works = f"tensor {name} is {view.get_dtype()}; supported are {', '.join(_BYTES)}"
-                    raise _damaged(path, works)
+                kind, (types, works) = view.get_dtype(), _types_of(name)
+                if kind not in types and name.rpartition(".")[2] not in MAPS:
+                    raise _damaged(path, f"tensor {name} is {kind}; {works}")
                 if name.endswith("rotary_emb.inv_freq"):
                     continue  # rope frequencies in old files are not weights
-                if view.get_dtype() == FP8:
-                    fp8[name] = path
+                if kind in FILE_TYPES:
+                    quantized[name] = kind, path
                 self._files[name] = file
                 self.shapes[name] = tuple(view.get_shape())
-                self.bytes += math.prod(view.get_shape()) * (_BYTES | _INT4 | {_MXFP4: 1}).get(view.get_dtype(), 8)
-        for name, path in fp8.items():
+                bits = re.search(r"\d+", kind)
+                self.bytes += math.prod(view.get_shape()) * (int(bits[0]) // 8 if bits else 8)
+        for name, (kind, path) in quantized.items():
             if not any(name + suffix in self.shapes for suffix in SCALES):
                 raise _damaged(
-                    path, f"tensor {name} is {FP8} and there is no {' or '.join(name + end for end in SCALES)}"
+                    path, f"tensor {name} is {kind} and there is no {' or '.join(name + end for end in SCALES)}"
                 )
         for name in self.shapes:
             weight = scaled(name)
-            if weight is not None and weight not in fp8 and f"{weight}_packed" not in self.shapes:
-                raise _damaged(folder, f"there is {name}, but no {FP8} tensor that it scales")
+            if weight is not None and weight not in quantized and f"{weight}_packed" not in self.shapes:
+                raise _damaged(folder, f"there is {name}, but no {' or '.join(FILE_TYPES)} tensor that it scales")
 
     def tensor(self, name: str) -> torch.Tensor:
         found: torch.Tensor = self._files[name].get_tensor(name)
@@ -105,17 +97,16 @@ class FolderCheckpoint:
         self.config = read(_described(folder))
         self._tensors = SafetensorsFiles(folder)
         self.bytes = self._tensors.bytes
-        # Scales per tensor or per output, and for how many outputs. They are spelled in several shapes.
-        self._outputs = _outputs(self.config, self._tensors.shapes)
-        found = self._tensors.shapes | {name: (outputs, 1) for name, outputs in self._outputs.items()}
         stored = self.config.quantization
+        self._respelled = {} if stored is None else stored.respelled(self._tensors.shapes)
+        found = self._tensors.shapes | self._respelled
         unused = [] if stored is None else [name for name in found if stored.is_unused(name)]
         scales = list(filter(is_unused_scale, unused))
         if scales and log is not None:
             works = "activations get scales as the model runs, and a KV cache has none"
             log(f"{name}: {len(scales)} scales are not used, such as {min(scales)}: {works}")
-        if isinstance(stored, Int4Weights):
-            self._check_orders(stored)
+        if stored is not None and (damage := stored.damage(found, self._tensors.tensor)) is not None:
+            raise _damaged(folder, damage)
         head = {name: shape for name, shape in found.items() if self.config.is_mtp(name)}
         spare = [name for name in found if self.config.is_spare(name)]
         if spare and log is not None:
@@ -124,33 +115,19 @@ class FolderCheckpoint:
         self.config = self.config.fit(own)
         own, self.mtp = ({name: part[name] for name in part if name not in unused} for part in (own, head))
         _check_ends(self.config, own, folder)
-        wanted = self.config.tensor_shapes()
-        if isinstance(stored, Int4Weights):
-            own = {name: shape for name, shape in own.items() if name in wanted or not self._is_zero_bias(name, own)}
+        wanted = tensor_shapes(self.config)
+        if stored is not None:
+            idle = [name for name in own if name not in wanted and stored.is_idle(name, own, self._tensors.tensor)]
+            own = {name: shape for name, shape in own.items() if name not in idle}
         check_tensors(wanted, own, folder)
         self._names = list(own)
-
-    def _is_zero_bias(self, name: str, found: dict[str, tuple[int, ...]]) -> bool:
-        """Whether a tensor is a bias that does nothing: old versions of AutoGPTQ write one for every layer."""
-        is_bias = name.endswith(".bias") and name.removesuffix(".bias") + ".qweight" in found
-        return is_bias and not self._tensors.tensor(name).any()
-
-    def _check_orders(self, stored: Int4Weights) -> None:
-        """Refuse groups that are no neighbouring inputs."""
-        for name in self._tensors.shapes:
-            if name.endswith(ORDERS):
-                groups = self._tensors.tensor(name)
-                size = len(groups) if stored.group == WHOLE else stored.group
-                if not groups.eq(groups.new_tensor(range(len(groups))).div(size, rounding_mode="floor")).all():
-                    works = "its inputs are in another order (desc_act); use a checkpoint that was quantized without"
-                    raise _damaged(self.folder, f"{name}: {works}")
 
     def names(self) -> list[str]:
         return self._names
 
     def tensor(self, name: str) -> torch.Tensor:
         stored = self._tensors.tensor(name)
-        return stored.reshape(-1, 1).expand(self._outputs[name], 1) if name in self._outputs else stored
+        return stored.reshape(-1, 1).expand(self._respelled[name]) if name in self._respelled else stored
 
     def tokenizer(self) -> Tokenizer:
         most = self.config.vocab_size
@@ -170,12 +147,12 @@ def _described(folder: Path) -> dict[str, Any]:
     return described
 
 
-def _outputs(config: ModelConfig, found: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """The names of scales that are not per block, and how many outputs their weights have."""
-    if not isinstance(config.quantization, FP8Weights) or not config.quantization.per_channel:
-        return {}
-    pairs = [(name, found[weight]) for name in found if (weight := scaled(name)) in found]
-    return {name: shape[-2] for name, shape in pairs if is_per_output(found[name], shape)}
+def _types_of(name: str) -> tuple[tuple[str, ...], str]:
+    """The types of safetensors that a tensor of this name may have, and what an error message says of others."""
+    for form in FORMATS:
+        if (found := form.types_of_part(name)) is not None:
+            return found
+    return _TYPES, f"supported are {', '.join(_TYPES)}"
 
 
 def _check_ends(config: ModelConfig, found: dict[str, tuple[int, ...]], folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.errors import refuse
 from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 from specbatch.models.gguf_layout import GgufLayout
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights.cache import cache_folder, file_hash, keep, staging
@@ -78,7 +79,7 @@ def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Pa
     tensors = join_experts(file, rename(file))
     model = ModelConfig.from_dict(config)
     shapes = {name: tensor.shape for name, tensor in tensors.items() if not model.is_mtp(name)}
-    check_tensors(model.fit(shapes).tensor_shapes(), shapes, path)
+    check_tensors(tensor_shapes(model.fit(shapes)), shapes, path)
     size = sum(4 * tensor.size for tensor in tensors.values())
     if log:
         log(f"dequantizing {path.name} once, to {size / 2**30:.1f} GiB in {target}")

@@ -211,7 +211,7 @@ def _same_in_all_layers(file: GgufFile, key: str, default: int | None = None, *,
 def rename(file: GgufFile) -> dict[str, GgufTensor]:
     """Tensors by their checkpoint names. Unknown tensors are refused."""
     layout = layout_of(file)
-    layer_names, of_rope = {**LAYER_NAMES, **layout.names}, {_DIVISORS, *layout.rope_tensors}
+    layer_names, of_rope = LAYER_NAMES | dict(layout.names), {_DIVISORS, *layout.rope_tensors}
     renamed = {}
     for name, tensor in file.tensors.items():
         if name in of_rope:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from specbatch.kernels.gemm.quantized.weight import MX_BLOCK
+from specbatch.kernels.common.block_sizes import MX_BLOCK
 from specbatch.models.formats import mxfp4
 from specbatch.models.gguf_layout import has_mxfp4
 from specbatch.weights.gguf_file import layout_of
@@ -90,7 +90,7 @@ def _stacked(*parts: GgufTensor) -> torch.Tensor:
 
 
 def _interleaved(*parts: GgufTensor) -> torch.Tensor:
-    """gpt-oss: rows of the parts in turn, of [experts, rows, ...]."""
+    """gpt-oss: interleaved rows of the parts, of [experts, rows, ...]."""
     import torch
 
     return torch.stack([dequantize_tensor(part) for part in parts], 2).flatten(1, 2)
@@ -101,7 +101,7 @@ def _transposed(*parts: GgufTensor) -> torch.Tensor:
 
 
 def _mx_blocks(*parts: GgufTensor) -> np.ndarray[Any, Any]:
-    """Bytes of the parts' blocks, [experts, rows, blocks, 17], rows in turn."""
+    """Bytes of the parts' blocks, [experts, rows, blocks, 17], rows interleaved."""
     blocks = [part.data.reshape(*part.data.shape[:-1], -1, _MXFP4_BYTES) for part in parts]
     return np.stack(blocks, 2).reshape(blocks[0].shape[0], -1, *blocks[0].shape[2:])
 

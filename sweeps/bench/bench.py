@@ -10,24 +10,25 @@ All engines stay loaded on one copy of the weights. Prompts are random ids, the 
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse, reporting
 from specbatch.files.atomic_file import write_atomic
-from specbatch.jobs.engine_groups import Engines, Failed
 from specbatch.progress.bars import NotedReport
 from specbatch.records.sweep_plan import PLAN, check_plan, plan_of
 from specbatch.sweeps.bench.limits import Limits
+from specbatch.sweeps.bench.options import MACHINE, BenchOptions
 from specbatch.sweeps.bench.peers import PEERS, differences_from, figures_of
-from specbatch.sweeps.bench.sections import KINDS, MACHINE, BenchOptions, kind_of, plan_bench
+from specbatch.sweeps.bench.sections import KINDS, kind_of, plan_bench
 from specbatch.sweeps.bench.tables import MACHINE_FILE, load_sections, read_machine, write_tables
-from specbatch.sweeps.report.tables import losses_of
+from specbatch.sweeps.report.notes import losses_of
+from specbatch.sweeps.run.benchmark import Benchmark
+from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup
 from specbatch.sweeps.run.loading import Log, loaded, noted
-from specbatch.sweeps.run.runner import run_points, what_is_kept
+from specbatch.sweeps.run.runner import run_points
+from specbatch.sweeps.run.sweep import what_is_kept
 
 
 def run_bench(
@@ -63,23 +64,10 @@ def run_bench(
 
     with reporting(kept):
         try:
-            with ExitStack() as stack:
-
-                @cache
-                def engines() -> Engines:
-                    return stack.enter_context(loaded(configs, log, failed=failed))
-
+            with LoadedGroup(configs, lambda group: loaded(group, log, failed=failed), failed) as engines:
                 for section in sections:
-                    run_points(
-                        section.configs,
-                        lambda _: nullcontext(engines()),
-                        section.options,
-                        folder / section.name,
-                        log=log,
-                        report=report,
-                        failed=failed,
-                        measured=limits.add,
-                    )
+                    benchmark = Benchmark(section.options, limits.add)
+                    run_points(section.configs, engines, benchmark, folder / section.name, log=log, report=report)
         finally:
             records = load_sections(folder)
             if records or not sections:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.tables import points_of
+from specbatch.sweeps.report.points import points_of
 
 _TTFT, _STEP, _SPEED = (METRICS[key] for key in ("median_ttft_s", "step_s", "decode_throughput"))
 

@@ -20,7 +20,7 @@ from specbatch.config.draft_shape import shape_of
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.bench.sections import KINDS, kind_of
-from specbatch.sweeps.report.summaries import run_on
+from specbatch.sweeps.report.heading import run_on
 
 PEERS = "peers.csv"
 _COLUMNS = ("model", "dtype", "gpu", "section", "size", "column", "peer", "value")

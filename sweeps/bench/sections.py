@@ -11,26 +11,26 @@ A section that the user's lengths make too long for the model is refused; one th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.engine_config import EngineConfig, Speculation
-from specbatch.errors import SpecbatchError, at_least, each_once, refuse
-from specbatch.jobs.configurations import CONFIGURATIONS
-from specbatch.memory.page_pool import pages_for, reach_of
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.memory.page_pool import pages_for, reserved_length
 from specbatch.records.bases import BASELINE
-from specbatch.records.summarize import MIN_FULL_STEPS
-from specbatch.sweeps.report.tables import View
+from specbatch.records.steps import MIN_FULL_STEPS
+from specbatch.sweeps.bench.options import COMPARED, LENGTHS, MACHINE, BenchOptions
+from specbatch.sweeps.report.points import View
+from specbatch.sweeps.run.benchmark import SweepOptions
+from specbatch.sweeps.run.configurations import CONFIGURATIONS
 from specbatch.sweeps.run.loading import Log
-from specbatch.sweeps.run.runner import SweepOptions
 from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.engine.setup.prepare import Prepared
 
-MACHINE = "machine"
 VERIFY_ROWS = 16
 VERIFY = f"v2, {VERIFY_ROWS} rows"
 TTFT_REQUESTS = 5
@@ -46,17 +46,14 @@ _STEP = (
     *("step_s", "decode_throughput", "full_batch_steps", *_BANDWIDTH, *_GEMMS, "accept_length"),
     *_COUNTERS,
 )
-_CONFIGURATIONS = (BASELINE, "v1", "v2", "v2+piecewise")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How Markdown shows a section. size: its first column; peers: columns for which other engines' figures are shown;
-    lengths: the options that determine its lengths, the one of prompt tokens first."""
+    """How Markdown shows a section. size: its first column; peers: columns with figures of other engines."""
 
     title: str
     view: View
-    lengths: tuple[str, ...]
     peers: tuple[str, ...] = ()
     size: str = "concurrency"
 
@@ -65,85 +62,40 @@ KINDS = {
     "decode": Kind(
         "Decode step",
         View(_STEP, "decode_throughput", "full", ("step_s", "decode_throughput", "accept_length")),
-        ("decode_tokens", "new_tokens"),
         ("step_s", "decode_throughput"),
     ),
     "closed": Kind(
         "Closed loop",
         View((*_LOOP, *_COUNTERS), brief=_LOOP),
-        ("input_len", "output_len"),
         ("output_throughput",),
     ),
     "ttft": Kind(
         "First token of one request",
         View(("median_ttft_s", *_GEMMS, *_COUNTERS), "median_ttft_s", None, ("median_ttft_s", "times_gemms")),
-        ("ttft_tokens",),
         ("median_ttft_s",),
         "prompt_tokens",
     ),
     "verify": Kind(
         "Verify step",
         View(_STEP, "step_s", "full", ("step_s", "read_share"), judges=False),
-        ("decode_tokens", "new_tokens"),
         ("step_s",),
     ),
 }
-SECTIONS = (MACHINE, *KINDS)
 
 
-@dataclass(frozen=True)
-class BenchOptions:
-    """What is measured, `repeats` times each. configs: None: all that the device supports.
-
-    sampling: parameters of `Workload`; greedy without any
-    given: options of `Kind.lengths`, and "sections", that the user gave
-    """
-
-    sections: tuple[str, ...] = SECTIONS
-    configs: tuple[str, ...] | None = None
-    batch: tuple[int, ...] = (1, 32, 128)
-    verify_batch: tuple[int, ...] = (1, 32)
-    decode_tokens: int = 512
-    new_tokens: int = 288
-    concurrency: tuple[int, ...] = (1, 8, 32, 128)
-    input_len: int = 1024
-    output_len: int = 256
-    ttft_tokens: tuple[int, ...] = (128, 1024, 8192)
-    repeats: int = 3
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    given: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        for setting, allowed in (("sections", SECTIONS), ("configs", _CONFIGURATIONS)):
-            for name in getattr(self, setting) or ():
-                if name not in allowed:
-                    raise refuse(setting, name, f"use some of {', '.join(allowed)}")
-        for setting in ("sections", "configs", "batch", "verify_batch", "concurrency", "ttft_tokens"):
-            values = getattr(self, setting)
-            if values is not None:
-                each_once(setting, values)
-        for setting in ("batch", "verify_batch", "concurrency", "ttft_tokens"):
-            for number in getattr(self, setting):
-                at_least(setting, number, 1)
-        if {"decode", "verify"} & set(self.sections) and 1 <= self.new_tokens <= MIN_FULL_STEPS:
-            works = f"a step time needs {MIN_FULL_STEPS} steps of a full batch; use at least {MIN_FULL_STEPS + 1}"
-            raise refuse("new_tokens", self.new_tokens, works)
-        for setting in ("decode_tokens", "new_tokens", "input_len", "output_len", "repeats"):
-            at_least(setting, getattr(self, setting), 1)
-
-    def sweeps(self, kind: str, seed: int) -> Iterator[SweepOptions]:
-        """The sweeps of a section, most of them of one."""
-        drawn = self.sampling
-        if kind == "ttft":
-            for tokens in self.ttft_tokens:
-                one = Workload("random", None, tokens, TTFT_NEW_TOKENS, TTFT_REQUESTS, seed, sequential=True, **drawn)
-                yield SweepOptions((1,), self.repeats, one, f"ttft-{tokens}")
-        elif kind == "closed":
-            loop = Workload("random", None, self.input_len, self.output_len, 2, seed, **drawn)
-            yield SweepOptions(self.concurrency, self.repeats, loop, kind)
-        else:
-            steps = Workload("random", None, self.decode_tokens, self.new_tokens, 1, seed, **drawn)
-            yield SweepOptions(self.batch if kind == "decode" else self.verify_batch, self.repeats, steps, kind)
+def sweeps_of(kind: str, options: BenchOptions, seed: int) -> Iterator[SweepOptions]:
+    """The sweeps of a section, most of them of one."""
+    drawn = options.sampling
+    if kind == "ttft":
+        for tokens in options.ttft_tokens:
+            one = Workload("random", None, tokens, TTFT_NEW_TOKENS, TTFT_REQUESTS, seed, sequential=True, **drawn)
+            yield SweepOptions((1,), options.repeats, one, f"ttft-{tokens}")
+    elif kind == "closed":
+        loop = Workload("random", None, options.input_len, options.output_len, 2, seed, **drawn)
+        yield SweepOptions(options.concurrency, options.repeats, loop, kind)
+    else:
+        steps = Workload("random", None, options.decode_tokens, options.new_tokens, 1, seed, **drawn)
+        yield SweepOptions(options.batch if kind == "decode" else options.verify_batch, options.repeats, steps, kind)
 
 
 @dataclass(frozen=True)
@@ -173,6 +125,9 @@ def plan_bench(base: EngineConfig, options: BenchOptions, log: Log | None = None
     from specbatch.engine.setup.prepare import prepare
     from specbatch.runtime.device import find_device
 
+    if {"decode", "verify"} & set(options.sections) and 1 <= options.new_tokens <= MIN_FULL_STEPS:
+        works = f"a step time needs {MIN_FULL_STEPS} steps of a full batch; use at least {MIN_FULL_STEPS + 1}"
+        raise refuse("new_tokens", options.new_tokens, works)
     if MACHINE in options.sections and "sections" in options.given and find_device(base.device).type != "cuda":
         raise refuse("sections", MACHINE, "needs a CUDA device; leave it out")
     compared = _compared(base, options, log)
@@ -182,7 +137,7 @@ def plan_bench(base: EngineConfig, options: BenchOptions, log: Log | None = None
     kept: list[tuple[SweepOptions, tuple[str, ...]]] = []
     left_out: list[str] = []
     for kind, ours in compared.items():
-        for sweep in options.sweeps(kind, base.seed):
+        for sweep in sweeps_of(kind, options, base.seed):
             if _length(sweep) <= most:
                 kept.append((sweep, ours))
             else:
@@ -203,10 +158,10 @@ def plan_bench(base: EngineConfig, options: BenchOptions, log: Log | None = None
 def _sized(prepared: Prepared, sweeps: list[SweepOptions], longest: int) -> EngineConfig:
     """An engine with slots and pages for these sweeps, and for one request of `longest` tokens."""
     config = prepared.config
-    slots = prepared.draft.kv_slots_per_step(config.speculation.drafted + 1)
+    slots = prepared.draft.kv_slots_per_step(config.speculation.num_drafts)
 
     def pages(tokens: int) -> int:
-        return pages_for(reach_of(tokens, slots), config.page_size)
+        return pages_for(reserved_length(tokens, slots), config.page_size)
 
     running = [max(sweep.concurrency) for sweep in sweeps]
     needed = (count * pages(_length(sweep)) for count, sweep in zip(running, sweeps, strict=True))
@@ -225,7 +180,7 @@ def _length(sweep: SweepOptions) -> int:
 
 def _too_long(kind: str, sweep: SweepOptions, most: int, options: BenchOptions) -> str:
     """Why a section is left out. Refused if the user gave its lengths."""
-    lengths, work = KINDS[kind].lengths, sweep.workload
+    lengths, work = LENGTHS[kind], sweep.workload
     works = f"with {work.output_len} new tokens that is more than the model's {most}"
     error = refuse(lengths[0], work.input_len, works)
     if options.given & set(lengths):
@@ -239,7 +194,7 @@ def _compared(base: EngineConfig, options: BenchOptions, log: Log | None) -> dic
     from specbatch.runtime.device import find_device
 
     drafting = base.speculation.algorithm != NO_SPECULATION
-    known = [name for name in _CONFIGURATIONS if name != BASELINE or drafting]
+    known = [name for name in COMPARED if name != BASELINE or drafting]
     if find_device(base.device).type != "cuda":
         known.remove("v2+piecewise")
     names = options.configs or tuple(known)

@@ -20,13 +20,15 @@ from specbatch.records.run_record import CAPS, RunRecord
 from specbatch.records.schema import BenchRecord
 from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.sweeps.bench.one_batch import one_batch
+from specbatch.sweeps.bench.options import MACHINE
 from specbatch.sweeps.bench.peers import Figures, figures_of
-from specbatch.sweeps.bench.sections import KINDS, MACHINE, Kind, kind_of
+from specbatch.sweeps.bench.sections import KINDS, Kind, kind_of
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth
-from specbatch.sweeps.report.decision import decision
-from specbatch.sweeps.report.summaries import caps_text, heading, run_on
-from specbatch.sweeps.report.tables import GENERAL, bases, described, load_records, notes, shown, table
-from specbatch.sweeps.workload.workloads import lines_of
+from specbatch.sweeps.report.heading import caps_text, described, heading, run_on
+from specbatch.sweeps.report.notes import GENERAL, notes
+from specbatch.sweeps.report.points import bases, load_records
+from specbatch.sweeps.report.tables import decision, shown, table
+from specbatch.sweeps.workload.heading import lines_of
 
 if TYPE_CHECKING:
     import pandas as pd

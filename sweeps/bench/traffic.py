@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbatch.memory.recurrent_state import state_bytes, state_types
+from specbatch.models.decoder import weight_shapes
 from specbatch.runtime.loader import kept_quantized
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def used_bytes(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torc
     row per token), and of a mixture the shared weights and the experts that are hit (`hit_experts`)."""
     share = 1.0 if model.chosen is None else hit_experts(*model.chosen, tokens) / model.chosen[0]
     kept, total = kept_quantized(model, device), 0.0
-    for name, shape in model.weight_shapes().items():
+    for name, shape in weight_shapes(model).items():
         if name in model.lookups and not (name == model.names.embedding and model.tie_embeddings):
             continue
         size = kept.get(name, math.prod(shape) * dtype.itemsize)

@@ -30,8 +30,8 @@ from specbatch.sweeps.check.verdict import (
     excess,
     noise_of,
 )
+from specbatch.sweeps.report.heading import heading, run_on
 from specbatch.sweeps.report.notes import replay_notes
-from specbatch.sweeps.report.summaries import heading, run_on
 
 _SHOWN = 20  # prompts in the table; the file has all
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)

@@ -17,7 +17,6 @@ from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import Completion
 from specbatch.engine.interface import InferenceEngine
 from specbatch.errors import counted, refuse
-from specbatch.jobs.configurations import check_draft, load_engine
 from specbatch.memory.planner import MemoryShare
 from specbatch.progress.bars import Report
 from specbatch.sweeps.check import prompts as check_prompts
@@ -25,6 +24,7 @@ from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.referee import Referee, RefereePlan, plan_referee
 from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.verdict import Places
+from specbatch.sweeps.run.loading import check_draft, load_engine
 from specbatch.sweeps.workload.workloads import sha256_of
 
 Log = Callable[[str], None]

@@ -22,7 +22,6 @@ from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic
-from specbatch.jobs.configurations import load_engine
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.progress.bars import Report
 from specbatch.records.estimates import holm
@@ -34,7 +33,8 @@ from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.referee import Referee, plan_referee
 from specbatch.sweeps.check.run import Progress, refuse_simulated
 from specbatch.sweeps.check.verdict import ALPHA, POWER
-from specbatch.sweeps.report.summaries import heading, run_on
+from specbatch.sweeps.report.heading import heading, run_on
+from specbatch.sweeps.run.loading import load_engine
 from specbatch.sweeps.workload.workloads import sha256_of
 
 # Requests of one batch share its kernels, so the first runs without filters, the others together.

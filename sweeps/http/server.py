@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.settings import setting
 from specbatch.errors import refuse
 
 SENDS = ("ids", "text", "chat")
@@ -33,13 +34,20 @@ class Server:
                  prompts are made with its tokenizer
     """
 
-    base_url: str
+    base_url: str = setting(help="An OpenAI-compatible server (vLLM, SGLang), such as http://localhost:8000.")
     model: str | None = None
     tokenizer: str | None = None
-    send: str = "ids"
-    api_key_env: str | None = None
-    idle_timeout: float = 300.0
-    request_timeout: float = 3600.0
+    send: str = setting(
+        "ids",
+        "Send prompts as token ids, so that the server cannot tokenize them differently, as text, or as messages to "
+        "/v1/chat/completions.",
+        choices=SENDS,
+    )
+    api_key_env: str | None = setting(
+        None, "Name of the environment variable with the server's API key.", metavar="NAME"
+    )
+    idle_timeout: float = setting(300.0, "Seconds without a chunk of the answer after which a request has failed.")
+    request_timeout: float = setting(3600.0, "Seconds after which a request that has not finished has failed.")
     speculation: Speculation | None = None
     thinking: bool | None = None
     alongside: EngineConfig | None = field(default=None, repr=False)

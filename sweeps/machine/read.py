@@ -7,11 +7,6 @@ import triton
 import triton.language as tl
 
 
-def read_sum_ref(data: torch.Tensor, chunk: int) -> torch.Tensor:
-    """data float32 [chunks * chunk] -> its sums over chunks [chunks]."""
-    return data.view(-1, chunk).sum(-1)
-
-
 @triton.jit
 def _read_sum(data, sums, BLOCK: tl.constexpr, STEPS: tl.constexpr):
     """One program per chunk of STEPS * BLOCK values; the partial sums of a block's lanes stay in registers."""

@@ -1,5 +1,7 @@
 """Command line of the benchmarks of single operations: `python -m specbatch.sweeps.microbench --help`.
 
+They are part of a checkout (`pip install --editable .`), not of the wheel.
+
 Each number is a median, with the smallest and largest. Variants of an operation run interleaved, A B C C B A; on a GPU
 each is the replay of a CUDA graph over more data than the L2 cache holds. Floors are measured in the same run.
 """
@@ -19,10 +21,8 @@ from tabulate import tabulate
 from specbatch.errors import SpecbatchError
 from specbatch.records.environment import hardware, versions
 from specbatch.sweeps.microbench import (
-    accept,
     acceptance,
     all_reduce,
-    attention,
     attention_tiles,
     cpu_decode,
     cpu_gemm,
@@ -85,18 +85,7 @@ def _machine() -> str:
     return ", ".join([name, *(f"{library} {known[library]}" for library in ("torch", "triton") if library in known)])
 
 
-for kernels in (
-    accept,
-    attention,
-    attention_tiles,
-    cublas_algorithms,
-    deterministic,
-    gemm,
-    gemm_tiles,
-    moe,
-    prefill,
-    recurrent,
-):
+for kernels in (attention_tiles, cublas_algorithms, deterministic, gemm, gemm_tiles, moe, prefill, recurrent):
     _add(kernels, needs_cuda=True, inference=True)
 for alone in (all_reduce, equal_rows, prefill_kernels, step_kernels):
     _add(alone, needs_cuda=True)

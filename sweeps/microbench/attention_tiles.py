@@ -1,19 +1,32 @@
-"""Tile sizes and splits of verify attention: the rules' choice and the three fastest of a grid, in microseconds."""
+"""Tile sizes and splits of verify attention: the rules' choice and the three fastest of a grid, in microseconds.
+
+Qwen3-8B's shape (32 query and 8 KV heads of 128), BF16. Caches are larger than the L2 and their pages in random order.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout
 from specbatch.kernels.attention.verify.verify_attention_configs import Tile, most_splits, splits_for, tile_for
-from specbatch.kernels.common.multiprocessors import multiprocessors
-from specbatch.sweeps.microbench.attention import POINTS, Work, verify_step
+from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
+from specbatch.kernels.common.sizes import multiprocessors
+from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.sweeps.microbench.runner import Call, Row, Table
 from specbatch.sweeps.microbench.tile_search import compile_all, fastest
 
+PAGE_SIZE = 16
+CACHE_BYTES = 200 << 20  # of KV that a graph goes through: more than the L2
+LAUNCHES = 24  # of a graph, at least
+POINTS = [
+    *((batch, n, keys) for keys in (672, 1152) for n in (1, 4, 16) for batch in (1, 32, 128)),
+    *((1, n, keys) for keys in (8192, 32768) for n in (1, 16)),
+]
 TILES = [
     *(Tile(16, 32, 4, stages, 128) for stages in (3, 4, 5)),
     *(Tile(16, 32, 4, 3, registers) for registers in (96, 168, 255)),
@@ -31,6 +44,37 @@ TILES = [
 ]
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 Choice = tuple[Tile, int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A verify of `n` rows over `keys` keys of `batch` sequences."""
+
+    batch: int
+    n: int
+    keys: int
+    count: int = 32
+    kv: int = 8
+    dim: int = 128
+
+    @property
+    def copies(self) -> int:
+        return max(2, min(64, -(-CACHE_BYTES // (self.batch * self.keys * self.kv * self.dim * 2 * 2))))
+
+    @property
+    def capacity(self) -> int:
+        """Keys of a sequence that the page table has room for: a graph is made for the longest there may be."""
+        return max(16384, self.keys + 64)
+
+    @property
+    def packed(self) -> int:
+        """Query rows of a KV head."""
+        return self.n * self.count // self.kv
+
+    def launches(self, step: Callable[[int], object]) -> list[Call]:
+        """Enough for a graph, each on the next copy of the caches."""
+        calls: list[Call] = [partial(step, copy) for copy in range(self.copies)]
+        return calls * -(-LAUNCHES // self.copies)
 
 
 def tables() -> Iterator[Table]:
@@ -78,3 +122,25 @@ def _grid(work: Work) -> list[Choice]:
 
 def _launch(n: int, tile: Tile) -> None:
     verify_step(Work(1, n, 64))(0, tile=tile)
+
+
+def verify_step(work: Work) -> Callable[..., torch.Tensor]:
+    """One launch of `verify_attention` on a copy of the caches, with its options."""
+    pages = work.capacity // PAGE_SIZE
+    used = -(-(work.keys + work.n) // PAGE_SIZE)
+    table = torch.zeros(work.batch + 1, pages, dtype=torch.int64, device="cuda")
+    table[1:, :used] = torch.randperm(work.batch * used, device="cuda").view(work.batch, used) + 1
+    shape = (work.copies, work.batch * used + 1, PAGE_SIZE, work.kv, work.dim)
+    k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    width = (work.count + 2 * work.kv) * work.dim
+    qkv = torch.randn(work.batch * work.n, width, dtype=torch.bfloat16, device="cuda")
+    frequencies = 1e6 ** (-torch.arange(work.dim // 2) / (work.dim / 2))
+    cos, sin = (one.to("cuda", torch.bfloat16) for one in rope_table(frequencies, work.capacity, 1.0))
+    norm = torch.ones(work.dim, dtype=torch.bfloat16, device="cuda")
+    heads = QKVLayout(work.count, work.kv, work.dim, norm, norm, 1e-6, cos, sin)
+    rows = torch.arange(1, work.batch + 1, device="cuda")
+    lengths = torch.full((work.batch,), work.keys, device="cuda")
+    torch.cuda.synchronize()  # the kernel reads some inputs before the previous kernel has ended
+    queries = DecodeQueries(table, rows, lengths, work.n, PAGE_SIZE)
+    inputs = [AttentionInputs(qkv, heads, lengths, k[copy], v[copy]) for copy in range(work.copies)]
+    return lambda copy, **options: verify_attention(queries, inputs[copy], Mask(), **options)

@@ -3,7 +3,7 @@
 A search at some numbers of rows times all tiles and clusters roughly, then the fastest with all options of their
 kernels. What it finds is timed at every eighth number of rows, in CUDA graphs, interleaved with `torch.mm`, over more
 weights than the L2 cache holds: an algorithm that is the fastest at 256 rows can take twice the time at 144.
-`kernels/gemm/cublas_lt_configs` has what was adopted.
+`kernels/gemm/dense/cublas_lt_configs` has what was adopted.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import typer
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, Speculation
 from specbatch.memory.kv_cache import KVCache
-from specbatch.records.summarize import steps_at
+from specbatch.records.steps import steps_at
 from specbatch.sweeps.machine.timing import median_seconds
 from specbatch.sweeps.microbench.runner import Row, Table, in_a_row
 from specbatch.sweeps.workload.workloads import Workload
@@ -66,12 +66,14 @@ def _steps(engine: Engine, accept_length: float) -> Iterator[Row]:
     workload = Workload(dataset="random", input_len=PROMPT, output_len=NEW_TOKENS, prompts_per_concurrency=1)
     prompts = workload.prompts(engine.tokenizer, BATCH)
     params = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    embedding = engine._model.embedding
+    embedding = engine.parts.model.embedding
     for name in ("own", "own, one embedding for all tokens", "as vLLM and SGLang make them"):
         if name.endswith("all tokens"):
             embedding[:] = embedding[:1].clone()
         if name.startswith("as"):
-            for weight in _weights_of((engine._model, engine._worker.decode_step.drafter), engine._model.dtype):
+            for weight in _weights_of(
+                (engine.parts.model, engine.parts.worker.decode_step.drafter), engine.parts.model.dtype
+            ):
                 weight.uniform_(-1e-3, 1e-3, generator=torch.Generator("cuda").manual_seed(1234))
         engine.generate(prompts, params, concurrency=BATCH)
         for repeat in range(1, REPEATS + 1):

@@ -23,15 +23,15 @@ import typer
 
 from specbatch.errors import refuse
 from specbatch.kernels.elementwise.activations import silu_and_mul
-from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm.dense import skinny_gemm_triton
 from specbatch.kernels.gemm.dense.one_row_triton import OneRowTile
 from specbatch.kernels.gemm.dense.skinny_gemm_configs import Tile
+from specbatch.kernels.gemm.dense.skinny_gemm_triton import skinny_gemm
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.quantized.fp8_linear import fp8_linear, linear
-from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_linear, int4_tiles
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight, fp8_linear
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8
+from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, Int4Weight, int4_linear, int4_tiles
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.gemm.split_k_triton import workspace
 from specbatch.sweeps.microbench.runner import Case, Table
@@ -94,10 +94,8 @@ def model_gemm(
     tile: Tile | OneRowTile | None = None,
 ) -> torch.Tensor:
     """The GEMM with the norm, gating or residual that the model has there."""
-    weights_of_norm, added = norm if name in NORMED else None, residual if name in ADDED else None
-    return skinny_gemm_triton._product(
-        x, weight, None, weights_of_norm, 1e-6, added, gated=name == "gate+up", tile=tile, pdl=pdl
-    )
+    normed, added = (norm, 1e-6) if name in NORMED else None, residual if name in ADDED else None
+    return skinny_gemm(x, weight, None, normed, added, gated=name == "gate+up", tile=tile, pdl=pdl)
 
 
 def library_gemm(
@@ -198,20 +196,20 @@ def _single(weights: Weights) -> Iterator[Case]:
             yield Case({"GEMM": name, "rows": rows}, calls, bytes=2 * outputs * inputs)
 
 
-def quantized_weight(kind: str, shape: tuple[int, int]) -> Weight | Int4Tiles:
+def quantized_weight(kind: str, shape: tuple[int, int]) -> FP8Weight | Int4Tiles:
     """A random INT4 weight in groups of 128, or an FP8 weight with a scale per output."""
     (outputs, inputs), device = shape, torch.device("cuda")
     if kind == "INT4":
         values = torch.randint(0, 256, (outputs, inputs // 2), device=device, dtype=torch.uint8)
         groups = (outputs, inputs // 128)
         scales, zeros = torch.full(groups, 1e-3, device=device).bfloat16(), torch.full(groups, 8, device=device).byte()
-        return int4_tiles(Weight(values, scales, zeros))
+        return int4_tiles(Int4Weight(values, scales, zeros))
     bits = torch.randint(0, 0x70, shape, device=device, dtype=torch.uint8)
-    return Weight(bits.view(torch.float8_e4m3fn), torch.full((outputs, 1), 1e-3, device=device))
+    return FP8Weight(bits.view(torch.float8_e4m3fn), torch.full((outputs, 1), 1e-3, device=device))
 
 
-def bytes_of(weight: Weight | Int4Tiles) -> int:
-    return sum(part.nbytes for part in (weight.values, weight.scales) if part is not None)
+def bytes_of(weight: Weight) -> int:
+    return sum(part.nbytes for part in weight.tensors)
 
 
 def _quantized(of: str) -> Iterator[Case]:
@@ -234,7 +232,7 @@ def _quantized(of: str) -> Iterator[Case]:
 def _chains_in_fp8() -> Iterator[Case]:
     stored = [{name: quantized_weight("FP8", SIZES[name]) for name in OF_LAYER} for _ in range(QUANTIZED_COPIES)]
     size = sum(bytes_of(weight) for weight in stored[0].values())
-    layers = [{name: linear(weight) for name, weight in layer.items()} for layer in stored]  # type: ignore[arg-type]
+    layers = [{name: weight.linear() for name, weight in layer.items()} for layer in stored]
     norm = Norm(torch.ones(HIDDEN, device="cuda").bfloat16(), 1e-6)
     for rows in (1, 4, 16, 32, 64, 128):
         x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()

@@ -15,12 +15,12 @@ import torch
 import typer
 
 from specbatch.errors import refuse
-from specbatch.kernels.elementwise.fp8_quantize import quantize_fp8
 from specbatch.kernels.gemm.dense import skinny_gemm_configs
 from specbatch.kernels.gemm.dense.one_row_triton import OneRowTile, one_row_tile_for
 from specbatch.kernels.gemm.quantized import fp8_linear_triton, int4_triton
 from specbatch.kernels.gemm.quantized.few_rows_triton import MOST_ROWS
 from specbatch.kernels.gemm.quantized.fp8_few_rows_triton import FP8FewRowsTile
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8
 from specbatch.kernels.gemm.quantized.int4_few_rows_triton import Int4FewRowsTile
 from specbatch.kernels.gemm.quantized.w8a8_few_rows_triton import W8A8FewRowsTile
 from specbatch.kernels.gemm.split_k_triton import MULTIPROCESSORS, WORKSPACE, workspace

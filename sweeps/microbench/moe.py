@@ -14,10 +14,12 @@ from typing import Annotated
 import torch
 import typer
 
+from specbatch.kernels.common.block_sizes import MX_BLOCK
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.quantized.mxfp4 import pack_mxfp4
-from specbatch.kernels.gemm.quantized.weight import MX_BLOCK, Weight
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
+from specbatch.kernels.gemm.quantized.mxfp4 import Mxfp4Weight, pack_mxfp4
+from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing, route_ref
 from specbatch.sweeps.microbench.runner import Case, Table
@@ -76,8 +78,8 @@ def _weight(shape: tuple[int, int, int], kind: str) -> Weight:
         return Weight(torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(inner**-0.5))
     if kind == "MXFP4":
         blocks = torch.randint(0, 256, (count, out, inner // MX_BLOCK, 16), device="cuda", dtype=torch.uint8)
-        return Weight(
+        return Mxfp4Weight(
             pack_mxfp4(blocks), torch.full((count, out, inner // MX_BLOCK), 120, device="cuda", dtype=torch.uint8)
         )
     values = torch.randint(0, 0x70, shape, device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
-    return Weight(values, torch.full((shape[0], shape[1] // SIDE, shape[2] // SIDE), 1e-3, device="cuda"))
+    return FP8Weight(values, torch.full((shape[0], shape[1] // SIDE, shape[2] // SIDE), 1e-3, device="cuda"))

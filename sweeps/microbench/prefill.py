@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention, prefill_backend
-from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
+from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.attention.queries import AttentionInputs, PrefillInputs, QKVLayout
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.elementwise.elementwise_triton import rms_norm, silu_and_mul
 from specbatch.sweeps.microbench.runner import Call, Case, Row, Table
@@ -53,7 +54,7 @@ class Prompt:
         self.flop = 4 * DIM * HEADS * self.spans.scores
 
     def run(self, backend: PrefillAttention) -> torch.Tensor:
-        return backend(self.q, self.k, self.v, self.k_cache, self.v_cache, self.spans)
+        return backend(PrefillInputs(self.q, self.k, self.v, self.k_cache, self.v_cache, self.spans))
 
 
 class Model:
@@ -70,8 +71,8 @@ class Model:
         x = hidden.clone()
         for qkv, out, gate_up, down in self.layers:
             split = F.linear(rms_norm(x, self.norm, 1e-6), qkv)
-            q, k, v = split_qkv_rope(split, self.heads, positions, slots, *caches)
-            x.addmm_(backend(q, k, v, *caches, prompt.spans).flatten(1), out.t())
+            q, k, v = split_qkv_rope(AttentionInputs(split, self.heads, positions, *caches), slots)
+            x.addmm_(backend(PrefillInputs(q, k, v, *caches, prompt.spans)).flatten(1), out.t())
             x.addmm_(silu_and_mul(F.linear(rms_norm(x, self.norm, 1e-6), gate_up)), down.t())
 
 
@@ -121,7 +122,7 @@ def _elementwise() -> Iterator[Case]:
             "rms_norm": (partial(rms_norm, weight=weight, eps=1e-6), HIDDEN, 2),
             "F.rms_norm": (partial(F.rms_norm, normalized_shape=(HIDDEN,), weight=weight, eps=1e-6), HIDDEN, 2),
             "silu_and_mul": (silu_and_mul, 2 * MLP, 1.5),
-            "split_qkv_rope": (partial(_split, (heads, positions, positions + PAGE, *caches)), WIDTH, 2),
+            "split_qkv_rope": (partial(_split, (heads, positions, *caches), positions + PAGE), WIDTH, 2),
         }
         for name, (call, width, moved) in operations.items():
             inputs = [_random(count, width) for _ in range(copies)]
@@ -129,8 +130,8 @@ def _elementwise() -> Iterator[Case]:
             yield Case({"rows": count, "operation": name}, calls, bytes=moved * inputs[0].nbytes)
 
 
-def _split(arguments: tuple[Any, ...], x: torch.Tensor) -> object:
-    return split_qkv_rope(x, *arguments)
+def _split(rest: tuple[Any, ...], slots: torch.Tensor, x: torch.Tensor) -> object:
+    return split_qkv_rope(AttentionInputs(x, *rest), slots)
 
 
 def _gemms() -> Iterator[Case]:

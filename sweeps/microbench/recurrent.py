@@ -16,8 +16,9 @@ import torch
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, delta_prefill, delta_verify
-from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory, ssd_prefill, ssd_verify
+from specbatch.kernels.recurrent.gated_delta import delta_prefill, delta_verify
+from specbatch.kernels.recurrent.inputs import DeltaHeads, DeltaInputs, Pending, SsdHeads, SsdInputs, SsdMemory
+from specbatch.kernels.recurrent.mamba2 import ssd_prefill, ssd_verify
 from specbatch.kernels.recurrent.state_replay import StateReplay
 from specbatch.kernels.sampling.tree_verify import ancestor_words
 from specbatch.sweeps.microbench.recurrent_in_place import delta_in_place, mamba_in_place
@@ -39,25 +40,22 @@ class Delta:
         width_qkv = 2 * self.keys * self.dim + self.values * self.dim
         norm = torch.ones(self.dim, device="cuda", dtype=torch.bfloat16)
         gates = random(self.values) - 1, random(self.values) - 1
-        self.heads = DeltaHeads(self.keys, self.values, self.dim, self.dim, *gates, norm, 1e-6)
-        self.inputs = [
-            random(tokens, width).bfloat16() for width in (width_qkv, self.values * self.dim, self.values, self.values)
-        ]
+        heads = DeltaHeads(self.keys, self.values, self.dim, self.dim, *gates, norm, 1e-6)
+        widths = width_qkv, self.values * self.dim, self.values, self.values
+        qkv, z, b, a = (random(tokens, width).bfloat16() for width in widths)
         self.state = random(batch + 1, self.values, self.dim, self.dim)
+        self.inputs = DeltaInputs(qkv, z, b, a, heads, self.state)
         shapes = (self.keys, self.dim), (self.values, self.dim), (self.values,)
         self.pending = Pending(*(-torch.rand(batch + 1, rows, *shape, device="cuda") for shape in shapes))
 
     def verify(self, replay: StateReplay) -> object:
-        qkv, z, b, a = self.inputs
-        return delta_verify(qkv, z, b, a, self.heads, self.state, self.pending, replay)
+        return delta_verify(self.inputs, self.pending, replay)
 
     def prefill(self, spans: RaggedBatch) -> object:
-        qkv, z, b, a = self.inputs
-        return delta_prefill(qkv, z, b, a, self.heads, self.state, spans)
+        return delta_prefill(self.inputs, spans)
 
     def in_place(self) -> object:
-        qkv, z, b, a = self.inputs
-        return delta_in_place(qkv, z, b, a, self.heads, self.state[1:])
+        return delta_in_place(self.inputs._replace(state=self.state[1:]))
 
 
 class Mamba:
@@ -70,23 +68,21 @@ class Mamba:
         inner, side = self.count * self.dim, self.groups * self.size
         a_log, d, bias = torch.rand(3, self.count, device="cuda")
         norm = Norm(torch.ones(inner, device="cuda", dtype=torch.bfloat16), 1e-5)
-        self.heads = SsdHeads(self.count, self.dim, self.groups, self.size, 3 * a_log - 2, d, 2 * bias - 3, norm)
-        self.inputs = [random(tokens, width).bfloat16() for width in (inner + 2 * side, self.count, inner)]
+        heads = SsdHeads(self.count, self.dim, self.groups, self.size, 3 * a_log - 2, d, 2 * bias - 3, norm)
+        xbc, dt, z = (random(tokens, width).bfloat16() for width in (inner + 2 * side, self.count, inner))
         self.state = random(batch + 1, self.count, self.dim, self.size)
         pending = random(batch + 1, rows, inner + side + self.count).bfloat16()
-        self.memory = SsdMemory(self.state, pending)
+        self.inputs = SsdInputs(xbc, dt, z, heads, SsdMemory(self.state, pending))
 
     def verify(self, replay: StateReplay) -> object:
-        xbc, dt, z = self.inputs
-        return ssd_verify(xbc, dt, z, self.heads, self.memory, replay)
+        return ssd_verify(self.inputs, replay)
 
     def prefill(self, spans: RaggedBatch) -> object:
-        xbc, dt, z = self.inputs
-        return ssd_prefill(xbc, dt, z, self.heads, self.memory, spans)
+        return ssd_prefill(self.inputs, spans)
 
     def in_place(self) -> object:
-        xbc, dt, z = self.inputs
-        return mamba_in_place(xbc, dt, z, self.heads, self.state[1:])
+        memory = self.inputs.memory
+        return mamba_in_place(self.inputs._replace(memory=SsdMemory(memory.state[1:], memory.pending[1:])))
 
 
 Layer = Delta | Mamba

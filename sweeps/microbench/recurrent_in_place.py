@@ -11,34 +11,31 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.recurrent.gated_delta import DeltaHeads
 from specbatch.kernels.recurrent.gated_delta_triton import decay_of, normalise
-from specbatch.kernels.recurrent.mamba2 import SsdHeads
+from specbatch.kernels.recurrent.inputs import DeltaInputs, SsdInputs
 from specbatch.kernels.recurrent.mamba2_triton import finish_rows
 
 
-def delta_in_place(
-    qkv: torch.Tensor, z: torch.Tensor, b: torch.Tensor, a: torch.Tensor, heads: DeltaHeads, state: torch.Tensor
-) -> torch.Tensor:
-    """One token of each sequence, in the layout of `delta_verify`; state float32 [B, values, key_dim, value_dim]."""
-    out = qkv.new_empty(len(qkv), heads.values, heads.value_dim)
+def delta_in_place(inputs: DeltaInputs) -> torch.Tensor:
+    """One token of each of B sequences, in the layout of `delta_verify`; the state is float32, without padding."""
+    qkv, _, b, a, heads, state = inputs
+    out = heads.outputs(qkv, None)
     _delta[(heads.value_dim // 32, heads.values, len(qkv))](
         qkv, b, a, heads.a_log, heads.dt_bias, state, out,
         KEYS=heads.keys, VALUES=heads.values, DIM=heads.value_dim, num_warps=1,
     )  # fmt: skip
-    return normalise(out, qkv, z, a, heads)
+    return normalise(out, inputs)
 
 
-def mamba_in_place(
-    xbc: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, heads: SsdHeads, state: torch.Tensor
-) -> torch.Tensor:
-    """One token of each sequence, in the layout of `ssd_verify`; state float32 [B, count, dim, state]."""
-    out = xbc.new_empty(len(xbc), heads.columns[0])
+def mamba_in_place(inputs: SsdInputs) -> torch.Tensor:
+    """One token of each of B sequences, in the layout of `ssd_verify`; the state is float32, without padding."""
+    xbc, dt, _, heads, (state, _) = inputs
+    out = heads.outputs(xbc, None)
     _mamba[(heads.dim // 8 * heads.count, len(xbc))](
         xbc, dt, out, state, heads.a_log, heads.d, heads.dt_bias,
         HEADS=heads.count, DIM=heads.dim, GROUPS=heads.groups, STATE=heads.state, num_warps=1,
     )  # fmt: skip
-    return finish_rows(out, z, heads)
+    return finish_rows(out, inputs)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from specbatch import Engine, EngineConfig, Graphs, SamplingParams, Speculation
-from specbatch.records.summarize import steps_at
+from specbatch.records.steps import steps_at
 from specbatch.sweeps.microbench.kernel_times import by_time, per_step, profiled
 from specbatch.sweeps.microbench.runner import Row, Table
 from specbatch.sweeps.workload.workloads import Workload

@@ -1,4 +1,4 @@
-"""Acceptance of a sweep as a table of its own: no column depends on the speed of the machine.
+"""Acceptance of a sweep as tables of its own: no column depends on the speed of the machine.
 
 A number is over the requests of all repeats. The interval of the accept length is a jackknife over prompts.
 """
@@ -12,12 +12,18 @@ import numpy as np
 from specbatch.core.sampling_params import sampling_text
 from specbatch.records.estimates import CONFIDENCE
 from specbatch.records.intervals import Interval, Sample, over_prompts, sample
-from specbatch.records.markdown import acceptance_cells, denominators_note, markdown_table
+from specbatch.records.markdown import (
+    acceptance_cells,
+    acceptance_table,
+    denominators_note,
+    markdown_table,
+    sum_lists,
+)
 from specbatch.records.metrics import ACCEPTANCE
 from specbatch.records.run_record import RunRecord
+from specbatch.sweeps.report.heading import about, heading
 from specbatch.sweeps.report.notes import Note
-from specbatch.sweeps.report.summaries import heading
-from specbatch.sweeps.report.tables import about, points_of
+from specbatch.sweeps.report.points import POINT, Points, points_of
 
 COUNTS = ("output_tokens", "verify_steps", "emitted", "drafted", "accepted")
 _LISTS = tuple(ACCEPTANCE)[1:]  # by draft position, number of tokens or context; the first is verify_steps
@@ -25,9 +31,34 @@ HEADINGS = (
     *("concurrency", "configuration", "requests", "output tokens"),
     *(f"accept length ({CONFIDENCE:.0%} interval)", "accept rate", *ACCEPTANCE),
 )
+SERVER_HEADINGS = ("verifies with drafts", "reached draft 1, 2, ... (%), untrimmed")
 # Warnings that say whether acceptance can be believed; others are about times.
 WARNINGS = ("SIMULATED", "CHECK OUTPUTS", "REPEATED", "TOKENS DIFFER", "INCOMPLETE", "FAILED", "UNFINISHED")
 Row = dict[str, Any]
+
+
+def acceptance(records: list[RunRecord]) -> str:
+    """The table of acceptance; empty where nothing was drafted."""
+    counters = {point: [record.counters for record in found] for point, found in points_of(records).items()}
+    accepted = acceptance_table(counters, POINT, sampling_text(records[0].workload.get("sampling")))
+    return f"{accepted}\n" if accepted else ""
+
+
+def server_acceptance(points: Points) -> str:
+    """Acceptance by draft position as servers of other engines count it; empty where none did.
+
+    Drafts after a stop or the limit count here, which the table of this engine's acceptance leaves out, and verifies
+    without drafts do not.
+    """
+    body = []
+    for point, repeats in points.items():
+        counted = [found for record in repeats if (found := record.counters.get("server_acceptance"))]
+        verifies = sum(found["verifies"] for found in counted)
+        if verifies:
+            accepted = sum_lists(found["accepted"] for found in counted)
+            body.append([*point, str(verifies), " ".join(f"{100 * count / verifies:.0f}" for count in accepted)])
+    title = "Acceptance by the servers' own counts:\n\n"
+    return f"{title}{markdown_table(body, [*POINT, *SERVER_HEADINGS])}\n" if body else ""
 
 
 def acceptance_rows(records: list[RunRecord]) -> list[Row]:

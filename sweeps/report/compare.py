@@ -29,18 +29,14 @@ from specbatch.records.estimates import CONFIDENCE
 from specbatch.records.intervals import Interval, in_common, interval
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
-from specbatch.records.metrics import METRICS, Better, Metric
+from specbatch.records.metric import Better, Metric
+from specbatch.records.metrics import METRICS, keys_by_place
 from specbatch.records.runs import Pairs, PointKey, Replicates, Run, answers_of, differences, load_run, match
 from specbatch.records.verdicts import NOT_INTERLEAVED, NOT_JUDGED, ONE_REPEAT, Speedup, speedup_of, verdict_of
-from specbatch.sweeps.report.conclusion import conclusion
 from specbatch.sweeps.report.notes import replay_notes
+from specbatch.sweeps.report.sentences import conclusion
 
-COMPARED = (
-    *("output_throughput", "accept_length", "accept_rate", "mean_ttft_s", "median_ttft_s", "p99_ttft_s"),
-    *("mean_tpot_s", "median_tpot_s", "p99_tpot_s", "mean_e2e_s", "p99_e2e_s", "step_s", "step_time_s"),
-    *("goodput", "slo_share", "untrimmed_accept_length", "untrimmed_accept_rate", "corpus_accept_length"),
-    *("device_idle_share", "host_waits_per_step", "graph_coverage"),
-)
+COMPARED = keys_by_place("compare")
 SPEED = "output_throughput"
 _NO_RATIO: tuple[float | None, float | None, float | None] = (None, None, None)
 SHOWN = 10  # answers that are not the same
@@ -204,7 +200,7 @@ def compare(base: Path, *runs: Path) -> Comparison:
     order = {place: at for at, place in enumerate(dict.fromkeys(row.place for row in rows))}
     rows.sort(key=lambda row: order[row.place])
     paths = dict(zip(labels, (run.path for run in every), strict=True))
-    return Comparison(labels[0], paths, _model(old), differs, rows, [*notes, *_reading(rows, differs)])
+    return Comparison(labels[0], paths, _model(old), differs, rows, [*notes, *reading_notes(rows, differs)])
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
@@ -296,9 +292,7 @@ def _answers(label: str, place: PointKey, old: EvalAnswers | None, new: EvalAnsw
             counts = f"{len(changed.lost)} lost, {len(changed.gained)} gained, p = {changed.p_changed():.3g}"
             found = Interval(*changed.interval(CONFIDENCE), f"{changed.n} questions, paired: {counts}")
         # A metric where lower is better, such as perplexity, is not a share.
-        shown = (
-            {"unit": "%", "scale": 100.0, "decimals": 2} if score.better == "higher" else {"unit": "", "decimals": 4}
-        )
+        shown = {"unit": "%", "decimals": 2} if score.better == "higher" else {"unit": "", "decimals": 4}
         metric = _answer_metric(" ".join(pair), score.better, **shown)
         speedup = None
         if score.better == "lower" and score.value:
@@ -306,7 +300,7 @@ def _answers(label: str, place: PointKey, old: EvalAnswers | None, new: EvalAnsw
         yield _row(label, place, metric, (score.value, values[pair]), found, speedup=speedup)
     if all(answers.generates and not answers.record.other_engine for answers in (old, new)):
         plain = Interval(None, None, "shares of the answers")
-        metric = _answer_metric("truncated answers", "lower", unit="%", scale=100.0)
+        metric = _answer_metric("truncated answers", "lower", unit="%")
         yield _row(label, place, metric, (old.truncated, new.truncated), plain)
 
 
@@ -366,7 +360,7 @@ def _same_tokens(before: Replicates, after: Replicates) -> Iterator[str]:
         yield f"ANSWERS: {len(both) - len(others)} of {len(both)} have the same tokens{named}"
 
 
-def _reading(rows: list[Row], differs: dict[str, dict[str, list[str]]]) -> Iterator[str]:
+def reading_notes(rows: list[Row], differs: dict[str, dict[str, list[str]]]) -> Iterator[str]:
     """Notes on how to read the table."""
     if any("hardware" in found for found in differs.values()):
         yield "DIFFERENT HARDWARE: times and throughput depend on the machines as much as on the runs."

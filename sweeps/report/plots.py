@@ -12,14 +12,13 @@ from specbatch.core.request import INCOMPLETE
 from specbatch.records.markdown import sum_lists
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.plot_style import GREY, INK, ROOM, Looks, Plot, beside, legend, marks, panels
+from specbatch.sweeps.report.points import Points, bases, points_of, speedups_of
 from specbatch.sweeps.report.speedup_plot import speedup_plot
-from specbatch.sweeps.report.tables import bases, points_of, speedups_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Points = dict[tuple[Any, ...], list[RunRecord]]  # all repeats of each (concurrency, configuration)
 WIDE = 12  # axes are logarithmic from this ratio of largest to smallest value
 LOW, HIGH = 10, 90  # percentiles of requests that a bar spans
 

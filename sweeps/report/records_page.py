@@ -1,18 +1,25 @@
-"""docs/records.md: every file of a run and every field and column of them, made from the registry of metrics.
+"""Documentation made from the registry of metrics and the dataclasses of records: docs/records.md, which has every file
+of a run with its fields and columns, and the lists of metrics in docs/glossary.md and docs/ci-gate.md.
 
-python -m specbatch.sweeps.report.records_page > docs/records.md
+python -m specbatch.sweeps.report.records_page docs
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_type_hints
 
 from specbatch.core.request import RequestMetrics
 from specbatch.jobs.frames import POINT
-from specbatch.records.metrics import METRICS, RELATIVE, Metric
+from specbatch.records.metric import Metric
+from specbatch.records.metrics import METRICS, RELATIVE, glossary
 from specbatch.records.provenance import PREFIXES, VARIABLES
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.tables import COLUMNS
+from specbatch.sweeps.report.compare import COMPARED
+from specbatch.sweeps.report.points import SWEEP
 
 VARIABLES_TEXT = " and ".join(f"`{name}`" for name in (*VARIABLES, *(f"{prefix}*" for prefix in PREFIXES)))
 FILES = {
@@ -25,26 +32,13 @@ FILES = {
     "check": "`record.json`, `requests.jsonl`, `prompts.jsonl` (a line per prompt: where it diverges), `summary.md`",
     "generate": "`OUT`, and `OUT.record.json`",
 }
-RECORD = {
-    "config": "settings of the engine, as they were resolved",
-    "caps": "what the engine could hold after the memory plan, and its device, dtype and backends; of a server "
-    "`server_version`, if it tells",
-    "metrics": "the numbers of the run: the table of metrics below",
-    "counters": "counts that metrics and tables are computed from: iterations, graph replays, acceptance by draft "
-    "position and by context; of a server `errors`, `server_acceptance` (verifies with drafts, and how many accepted "
-    "each draft), where the accept length comes from, `resent_requests` and `client_cpu_share`",
-    "requests": "not in the file: the lines of `requests.jsonl`",
-    "workload": "what was run: the command, the prompts with their hash, lengths, sampling, latency objectives "
-    "(`slo`), and the place of a point in its sweep",
-    "versions": "of specbatch, Python, PyTorch, Triton and other packages",
-    "hardware": "CPU, cores and memory; on a GPU its name, memory, CUDA version (`cuda`) and NVIDIA driver (`driver`)",
-    "provenance": "how the run was started: `command`, the arguments; `git`, the revision of specbatch and whether its "
-    f"checkout was changed (`dirty`), absent where it is unknown; `environment`, the variables {VARIABLES_TEXT} that "
-    "were set. Values of options and variables with names such as `--api-key`, and user, password and query of URLs, "
-    "are never kept, nor are the arguments of a program that calls `Engine` itself. Earlier versions did not record it",
-    "created": "when the run ended (ISO 8601, UTC)",
-    "schema": "version of this format",
-}
+
+
+def documented(written: type) -> dict[str, str]:
+    """What is written beside the fields of a dataclass."""
+    return {name: hint.__metadata__[0] for name, hint in get_type_hints(written, include_extras=True).items()}
+
+
 REQUEST = {
     "index": "place of the prompt in the input, from 0",
     "sample": "number of the sample, from 0; absent for the first",
@@ -54,29 +48,7 @@ REQUEST = {
     "error": "why the request failed, if it did",
     "category": "category of the prompt, if the data set has them",
     "turn": "turn of a conversation, from 1, if prompts have several",
-    "prompt_tokens": "tokens of the prompt",
-    "embedded_tokens": "of them, tokens that were given as embeddings",
-    "cached_tokens": "of them, tokens that came from the prefix cache",
-    "output_tokens": "tokens generated",
-    "queue_s": "seconds until the request was admitted",
-    "ttft_s": "seconds until its first token",
-    "tpot_s": "seconds per token after the first; null with one token",
-    "e2e_s": "seconds until its last token",
-    "verify_steps": "verifies from which a token was kept",
-    "emitted": "tokens emitted by them",
-    "drafted": "drafts that count in the accept rate",
-    "accepted": "drafts that were accepted",
-    "accept_length": "emitted / verifies; null without a verify",
-    "budget_rows": "rows of them with a verify budget: newest token and drafts that were verified",
-    "corpus_verifies": "verifies whose drafts came from the corpus",
-    "corpus_emitted": "tokens emitted by them",
-    "corpus_drafted": "their drafts that count in the accept rate",
-    "corpus_accepted": "their drafts that were accepted",
-    "emitted_histogram": "verifies that emitted 0, 1, 2, ... tokens",
-    "acceptance": "counts by draft position (`drafted`, `tried`, `accepted`) and by length of the context (`context`: "
-    "tokens, verifies, emitted tokens)",
-    "itl_s": "seconds between arrivals of tokens, divided among the tokens of an arrival",
-    "retractions": "times that the request gave its KV pages back",
+    **documented(RequestMetrics),
     "text_digest": "of `sweep`: the start of the SHA-256 of the answer's text, to compare answers",
     "token_digest": "the same of its token ids; absent for a server, which reports none",
 }
@@ -84,13 +56,13 @@ REQUEST = {
 
 def page() -> str:
     """The whole page, in Markdown."""
-    assert RECORD.keys() == {item.name for item in fields(RunRecord)}
-    assert {item.name for item in fields(RequestMetrics)} <= REQUEST.keys()
     shared = "path", *POINT
+    record = documented(RunRecord)
+    record["provenance"] = record["provenance"].format(variables=VARIABLES_TEXT)
     parts = [
         "# Records",
         "Every run leaves its numbers in plain files. Tables, plots, `compare`, `gate` and `report` are made from them "
-        "alone. This page is made by `python -m specbatch.sweeps.report.records_page`.",
+        "alone. This page is made by `python -m specbatch.sweeps.report.records_page docs`.",
         "## Files",
         _table(FILES, "command", "files"),
         "## In Python",
@@ -103,7 +75,7 @@ def page() -> str:
         'run.points.pivot_table("output_throughput", "concurrency", "configuration")\n'
         'run.requests.groupby("configuration").ttft_s.describe()\n```',
         "## record.json",
-        _table(RECORD, "field", "content"),
+        _table(record, "field", "content"),
         "### metrics",
         "Times are in seconds and shares from 0 to 1; null where nothing was measured. The "
         "[glossary](glossary.md) has the formulas.",
@@ -119,7 +91,7 @@ def page() -> str:
         "`step_ratio_verdict` and `ratio_verdict` are `pays`, `loses`, `undecided`, `one repeat` or `not interleaved`. "
         "Names and units are those of the metrics. `base` is the configuration that the row is compared with; the "
         "column is there if not all rows have the same. `mean_queue_s` is empty without a request rate.",
-        ", ".join(f"`{name}`" for name in (*COLUMNS, *RELATIVE)),
+        ", ".join(f"`{name}`" for name in (*SWEEP.keys, *RELATIVE)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -133,5 +105,45 @@ def _table(rows: dict[str, str], *headings: str) -> str:
     return "\n".join(lines)
 
 
+def glossary_list() -> str:
+    """A Markdown list of every quantity with its definition and its names in records."""
+    names: dict[str, dict[str, None]] = {}
+    for metric in (METRICS | RELATIVE).values():
+        names.setdefault(metric.quantity or metric.title, {})[metric.field or metric.key] = None
+    found = ((name, "".join(f", `{key}`" for key in names.get(name, ())), text) for name, text in glossary())
+    return "".join(f"* **{name}**{keys}: {text}\n" for name, keys, text in found)
+
+
+def gate_row() -> str:
+    """The line of a Markdown table with the metrics that `compare` shows, by direction: those that `gate` may bound."""
+    by_direction = (
+        ", ".join(f"`{key}`" for key in COMPARED if METRICS[key].better == better) for better in ("higher", "lower")
+    )
+    return f"| {' | '.join(by_direction)} |\n"
+
+
+def renewed(name: str, text: str) -> str:
+    """A page of the documentation with its lists made again."""
+    place, made = _LISTS[name]
+    found, count = re.subn(place, lambda match: made(), text, count=1, flags=re.MULTILINE)
+    if not count:
+        raise ValueError(f"{name} has no list of metrics")
+    return found
+
+
+def pages(folder: Path) -> Iterator[tuple[Path, str]]:
+    """The pages as they should be."""
+    yield folder / "records.md", page()
+    for name in _LISTS:
+        yield folder / name, renewed(name, (folder / name).read_text(encoding="utf-8"))
+
+
+# By page: what is replaced, and what makes it.
+_LISTS = {
+    "glossary.md": (r"(^\* \*\*.*\n)+", glossary_list),
+    "ci-gate.md": (r"(?<=\| higher is better \| lower is better \|\n\|---\|---\|\n).*\n", gate_row),
+}
+
 if __name__ == "__main__":
-    print(page(), end="")
+    for path, text in pages(Path(sys.argv[1])):
+        path.write_text(text, encoding="utf-8")

@@ -34,11 +34,11 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.sweeps.report import plot_style
 from specbatch.sweeps.report.acceptance import acceptance_markdown, acceptance_rows
-from specbatch.sweeps.report.decision import VERDICT, decision
-from specbatch.sweeps.report.headline import headline
-from specbatch.sweeps.report.how_made import how_made
-from specbatch.sweeps.report.notes import Note
+from specbatch.sweeps.report.heading import about, how_made
+from specbatch.sweeps.report.notes import Note, losses_of, notes
 from specbatch.sweeps.report.plots import draw
+from specbatch.sweeps.report.points import SWEEP, bases, load_records, points_of
+from specbatch.sweeps.report.sentences import headline
 from specbatch.sweeps.report.serving import (
     Row,
     block,
@@ -49,24 +49,10 @@ from specbatch.sweeps.report.serving import (
     summary_rows,
     summary_tables,
 )
-from specbatch.sweeps.report.tables import (
-    SWEEP,
-    about,
-    as_json,
-    bases,
-    grouped_tables,
-    load_records,
-    losses_of,
-    markdown,
-    notes,
-    points_of,
-    shown,
-    table,
-)
+from specbatch.sweeps.report.tables import VERDICT, Cells, as_json, decision, grouped_tables, markdown, shown, table
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE = "report.html"
-Cells = tuple[list[str], list[list[str]]]  # titles, rows
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from specbatch.records.metrics import DISTRIBUTIONS, METRICS, percentile_name
+from specbatch.records.metrics import METRICS
+from specbatch.records.request_metrics import DISTRIBUTIONS
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.tables import point_name, points_of
+from specbatch.records.run_totals import percentile_name
+from specbatch.sweeps.report.points import point_name, points_of
 
 Row = dict[str, Any]
 WIDTH = 50

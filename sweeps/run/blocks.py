@@ -1,4 +1,4 @@
-"""Runs a sweep on the workers of a Ray cluster, in whole blocks.
+"""Runs the points of a sweep or an evaluation on the workers of a Ray cluster, in whole blocks.
 
 A block is all configurations at one concurrency and repeat. It runs on one worker, so that configurations are compared
 on one card: two cards of a kind can differ by several percent.
@@ -16,10 +16,8 @@ from typing import Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import FailedError, SpecbatchError
-from specbatch.jobs.engine_groups import Failed
 from specbatch.progress.bars import NotedReport, Waves
-from specbatch.records.run_record import RunRecord
-from specbatch.records.sweep_plan import Point, check_plan, plan_of, points, save
+from specbatch.records.sweep_plan import Point, check_plan, points
 from specbatch.replicas.cluster import Cluster
 from specbatch.replicas.dispatcher import MOST_DEATHS
 from specbatch.replicas.messages import Ended
@@ -35,20 +33,21 @@ from specbatch.replicas.ray_cluster import (
     requirements,
     waiting_line,
 )
-from specbatch.sweeps.run.loading import Log, loaded
-from specbatch.sweeps.run.runner import SweepOptions, is_measured, measured_points, work_of
+from specbatch.sweeps.run.engine_groups import Failed
+from specbatch.sweeps.run.loading import Log
+from specbatch.sweeps.run.runner import Measured, PointWorkload, is_measured, measured_points, work_of
 
 Block = tuple[Point, ...]
-Measured = tuple[list[tuple[Point, RunRecord]], list[str]]  # and the lines of the log
+Answer = tuple[list[tuple[Point, Measured]], list[str]]  # and the lines of the log
 
 
 class BlockWorker:
     """Measures blocks in a worker process. The engines of the first block stay loaded for the others."""
 
-    def __init__(self, wanted: Requirements, configs: dict[str, EngineConfig], options: SweepOptions) -> None:
-        self._wanted, self._configs, self._options = wanted, configs, options
+    def __init__(self, wanted: Requirements, configs: dict[str, EngineConfig], workload: PointWorkload) -> None:
+        self._wanted, self._configs, self._workload = wanted, configs, workload
         self._stack = ExitStack()
-        self._engines: Mapping[str, Any] | None = None
+        self.engines: Mapping[str, Any] | None = None
         self._failed: Failed = {}
 
     def where(self) -> str | SpecbatchError:
@@ -59,14 +58,14 @@ class BlockWorker:
             return error
         return f"{node()}, process {os.getpid()}"
 
-    def measure(self, block: Block) -> Measured | SpecbatchError:
+    def measure(self, block: Block) -> Answer | SpecbatchError:
         lines: list[str] = []
         try:
-            if self._engines is None:
-                opened = loaded(self._configs, lines.append, self._options.workload, self._failed)
-                self._engines = self._stack.enter_context(opened)
+            if self.engines is None:
+                opened = self._workload.load(self._configs, lines.append, self._failed)
+                self.engines = self._stack.enter_context(opened)
             found = measured_points(
-                self._configs, self._engines, self._options, list(block), lines.append, Waves(None), self._failed
+                self._configs, self.engines, self._workload, list(block), lines.append, Waves(None), self._failed
             )
             return list(found), lines
         except SpecbatchError as error:
@@ -76,20 +75,20 @@ class BlockWorker:
 def run_blocks(
     cluster: Cluster,
     configs: Mapping[str, EngineConfig],
-    options: SweepOptions,
+    workload: PointWorkload,
     folder: Path,
     *,
     log: Log | None = None,
     report: NotedReport | None = None,
 ) -> None:
-    """Run every block with a point that has no record yet, or failed, and write its records when it is done.
+    """Run every block with a point that has no record yet, or failed, and save its points when it is done.
 
     Raises SpecbatchError for what concerns all configurations, and at the end if a block has ended several workers.
     """
     log = log or (lambda line: None)
-    plan = plan_of(configs, options)
-    check_plan(folder, plan)
-    left = unfinished_blocks(list(points(configs, options)), folder)
+    plan = workload.plan(configs)
+    check_plan(folder, plan, workload.kind)
+    left = unfinished_blocks(list(points(configs, workload)), folder)
     if not left:
         log("all points are finished")
         return
@@ -97,9 +96,9 @@ def run_blocks(
     some = next(iter(configs.values()))
     with connected(cluster, some):
         needed = cluster.needs_of(some)
-        made, arguments = actor_class(BlockWorker, needed), (requirements(*configs.values()), dict(configs), options)
+        made, arguments = actor_class(BlockWorker, needed), (requirements(*configs.values()), dict(configs), workload)
         workers = _Workers(lambda: made.remote(*arguments), min(cluster.most, len(left)), needed, log)
-        works = (work_of(point, options) for block in left for point in block)
+        works = (work_of(point, workload) for block in left for point in block)
         waves = Waves(report, works, workers=min(cluster.most, len(left)))
         try:
             for found, lines in _measured(left, workers, min(cluster.least, len(left)), log):
@@ -107,11 +106,11 @@ def run_blocks(
                     if line not in shown_before:
                         log(line)
                     shown_before.add(line)
-                for point, record in found:
-                    save(folder, plan, point, record)
-                    work = work_of(point, options)
+                for point, measured in found:
+                    workload.save(folder, plan, point, measured)
+                    work = work_of(point, workload)
                     waves.add(work.concurrency, work.requests, work.name)
-                    waves.finish(*work, record.metrics.get("duration_s"))
+                    waves.finish(*work, measured.record.metrics.get("duration_s"))
         finally:
             workers.close()
 
@@ -122,7 +121,7 @@ def unfinished_blocks(every: list[Point], folder: Path) -> list[Block]:
     return [block for block in blocks if not all(is_measured(point, folder) for point in block)]
 
 
-def _measured(blocks: list[Block], workers: _Workers, least: int, log: Log) -> Iterator[Measured]:
+def _measured(blocks: list[Block], workers: _Workers, least: int, log: Log) -> Iterator[Answer]:
     """Give each block to a worker that is free, from when `least` are. That of a worker that is lost runs on another.
 
     Raises SpecbatchError for what a worker refuses, and at the end if a block has ended several workers.

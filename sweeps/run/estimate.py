@@ -11,15 +11,15 @@ from tabulate import tabulate
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import counted
-from specbatch.jobs.engine_groups import engines_of
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.progress.bars import time_text
 from specbatch.records.sweep_plan import points
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
-from specbatch.sweeps.run.loading import Configs, planned
-from specbatch.sweeps.run.runner import SweepOptions, check_concurrency
-from specbatch.sweeps.workload.conversations import longest
+from specbatch.sweeps.run.benchmark import SweepOptions, check_concurrency
+from specbatch.sweeps.run.conversations import longest
+from specbatch.sweeps.run.engine_groups import engines_of, groups_of
+from specbatch.sweeps.run.loading import OF_WEIGHTS, Configs, check, of_lengths, shares_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     """
     if len(engines_of(configs)) < len(configs):
         options.workload.refuse_unsent()
-    found = planned(configs, options)
+    found = _planned(configs, options)
     plans = {name: plan for name, (_, plan, _) in found.items()}
     first, _, share = next(iter(found.values()))
     _check_pages(found, configs, options)
@@ -78,6 +78,27 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {time_text(total)} ({start}{servers})\n"
 
 
+def _planned(configs: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, MemoryPlan, MemoryShare]]:
+    """Each engine (one replica) with the memory that it would get, and its share. Refused: what `check` refuses, and
+    engines that do not fit."""
+    from specbatch.engine.setup.memory_plan import memory_plan
+    from specbatch.replicas.engine import of_one
+
+    found: dict[str, tuple[Prepared, MemoryPlan, MemoryShare]] = {}
+    fit = options.fitted(configs)
+    prepared = check(fit)
+    by_weights: dict[tuple[object, ...], dict[str, EngineConfig]] = {}
+    for name, config in engines_of(fit).items():
+        by_weights.setdefault(tuple(getattr(config, key) for key in OF_WEIGHTS), {})[name] = config
+    for group in (group for ours in by_weights.values() for group in groups_of(ours)):
+        share = shares_of(group)[0]
+        for name, config in group.items():
+            one, (_, own) = prepared[name], of_one(config, share)
+            with of_lengths(one.config, options.workload):
+                found[name] = one, memory_plan(one, own), share
+    return {name: found[name] for name in prepared}
+
+
 def _check_pages(
     found: Mapping[str, tuple[Prepared, MemoryPlan, MemoryShare]], configs: Configs, options: SweepOptions
 ) -> None:
@@ -89,7 +110,7 @@ def _check_pages(
     params = options.workload.params(len(prompts))
     lengths = list(longest(options.workload, tokenizer, prompts, params))
     for name, (one, plan, _) in found.items():
-        slots = one.draft.kv_slots_per_step(one.config.speculation.drafted + 1)
+        slots = one.draft.kv_slots_per_step(one.config.speculation.num_drafts)
         caps = {"max_running": one.config.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
         replicas = engines_of(configs)[name].data_parallel
         caps |= {"verify_slots": slots, "max_model_len": plan.max_model_len}

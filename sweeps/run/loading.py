@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
-from specbatch.jobs.configurations import check_draft, load_engine
-from specbatch.jobs.engine_groups import ON_DEVICES, Failed, engines_of, groups_of
-from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.sweeps.http.server import Server
+from specbatch.sweeps.run.engine_groups import ON_DEVICES, Failed, engines_of, groups_of
 from specbatch.sweeps.workload.workloads import Workload, shown
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.engine.setup.prepare import Prepared
     from specbatch.sweeps.http.engine import HttpEngine
-    from specbatch.sweeps.run.runner import SweepOptions
 
 Log = Callable[[str], None]
 Configs = Mapping[str, EngineConfig | Server]
@@ -161,6 +159,31 @@ def _prefixed(log: Log | None, name: str) -> Log | None:
     return None if log is None else lambda line: log(f"{name}: {line}")
 
 
+def check_draft(configs: Iterable[EngineConfig], log: Log | None) -> None:
+    """Refuse a draft or corpus that does not fit its target, before an engine without speculation has loaded the
+    target."""
+    from specbatch.engine.setup.prepare import prepare
+
+    drafting = (config for config in configs if config.speculation.reads_files)
+    if (config := next(drafting, None)) is not None:
+        prepare(config, log or (lambda line: None))
+
+
+def load_engine(
+    name: str,
+    config: EngineConfig,
+    log: Log | None,
+    *,
+    weights_of: InferenceEngine | None,
+    share: MemoryShare = EXCLUSIVE,
+) -> InferenceEngine:
+    """Load the engine of configuration `name`, which prefixes the lines of its log. weights_of: see `Engine`."""
+    from specbatch.replicas.engine import engine_of
+
+    prefixed = None if log is None else lambda line: log(f"{name}: {line}")
+    return engine_of(config, log=prefixed, weights_of=weights_of, share=share)
+
+
 def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: Failed | None) -> None:
     """Check each draft and corpus before any weights are loaded. One that does not fit fails its configurations; it is
     refused if all configurations with speculation have it, or without `failed`. A configuration that cannot run for
@@ -202,23 +225,6 @@ def noted(errors: dict[str, str] | None, name: str, causes: list[Exception] | No
             causes.append(error)
 
 
-def fitted(configs: Configs, options: SweepOptions) -> dict[str, EngineConfig | Server]:
-    """Engines as long as the workload's prompts and answers, unless they were asked to be longer. Servers are as they
-    are."""
-    own = engines_of(configs)
-    most = max(options.concurrency)
-    if options.until_precise is not None and len(configs) < 2:
-        works = "a ratio needs a configuration to compare with; use at least two, or --repeats"
-        raise refuse("until_precise", f"{100 * options.until_precise:g}%", works)
-    for config in own.values():
-        if config.max_running < (share := -(-most // config.data_parallel)):
-            on = f" on {config.data_parallel} replicas" if config.data_parallel > 1 else ""
-            raise refuse("max_running", config.max_running, f"concurrency {most}{on} needs at least {share}")
-    length = options.workload.max_model_len
-    longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
-    return {name: longer.get(name, config) for name, config in configs.items()}
-
-
 @contextmanager
 def of_lengths(config: EngineConfig, workload: Workload | None) -> Iterator[None]:
     """Report a max_model_len that is refused in terms of the workload's lengths, if it follows from them."""
@@ -234,11 +240,11 @@ def of_lengths(config: EngineConfig, workload: Workload | None) -> Iterator[None
         raise refuse(name, lengths[name], works) from None
 
 
-def check(configs: Configs, options: SweepOptions) -> dict[str, Prepared]:
+def check(configs: Configs) -> dict[str, Prepared]:
     """Refuse engines that cannot run, with nothing loaded. Returns those of one replica each."""
     prepared: dict[str, Prepared] = {}
     causes, failed = list[Exception](), Failed()
-    own = engines_of(fitted(configs, options))
+    own = engines_of(configs)
     for name, config in own.items():
         with noted(failed, name, causes):
             prepared[name] = check_machine(config)
@@ -247,23 +253,3 @@ def check(configs: Configs, options: SweepOptions) -> dict[str, Prepared]:
     for name, reason in failed.items():
         raise SpecbatchError(f"{name}: {reason}")
     return prepared
-
-
-def planned(configs: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, MemoryPlan, MemoryShare]]:
-    """Each engine (one replica) with the memory that it would get, and its share. Refused: what `check` refuses, and
-    engines that do not fit."""
-    from specbatch.engine.setup.memory_plan import memory_plan
-    from specbatch.replicas.engine import of_one
-
-    found: dict[str, tuple[Prepared, MemoryPlan, MemoryShare]] = {}
-    prepared = check(configs, options)
-    by_weights: dict[tuple[object, ...], dict[str, EngineConfig]] = {}
-    for name, config in engines_of(fitted(configs, options)).items():
-        by_weights.setdefault(tuple(getattr(config, key) for key in OF_WEIGHTS), {})[name] = config
-    for group in (group for ours in by_weights.values() for group in groups_of(ours)):
-        share = shares_of(group)[0]
-        for name, config in group.items():
-            one, (_, own) = prepared[name], of_one(config, share)
-            with of_lengths(one.config, options.workload):
-                found[name] = one, memory_plan(one, own), share
-    return {name: found[name] for name in prepared}

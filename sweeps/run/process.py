@@ -1,4 +1,4 @@
-"""Runs the sweep of one model in a process of its own, so that nothing of it stays in memory for the next model."""
+"""Runs the configurations of one model in a process of its own, so that nothing of it stays in memory for the next."""
 
 from __future__ import annotations
 
@@ -9,35 +9,23 @@ from contextlib import suppress
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import Any
 
 from specbatch.errors import FailedError, SpecbatchError
 from specbatch.progress.bars import progress
 
-if TYPE_CHECKING:
-    from specbatch.replicas.cluster import Cluster
-    from specbatch.sweeps.run.loading import Configs
-    from specbatch.sweeps.run.runner import SweepOptions
-
 Log = Callable[[str], None]
 
 
-def run_in_process(
-    engines: Configs,
-    options: SweepOptions,
-    folder: Path,
-    *,
-    log: Log,
-    cluster: Cluster | None = None,
-) -> int:
-    """Run a sweep into `folder` and return the exit status of its process: 0, 2 for a user's mistake, or 1 for another
-    failure. The process logs the error.
+def run_in_process(run: Callable[..., Any], folder: Path, *, log: Log, label: str) -> int:
+    """Call `run(folder=, log=, report=)` and return the exit status of its process: 0, 2 for a user's mistake, or 1 for
+    another failure. The process logs the error.
 
-    log: a function of a module, as it is pickled. Raises KeyboardInterrupt after the process has written its summary. A
-    folder in which nothing was written is removed.
+    run, log: pickled, so functions of a module, or `partial` of one. label: of the progress. Raises KeyboardInterrupt
+    after the process has written its summary. A folder in which nothing was written is removed.
     """
     folder.mkdir(exist_ok=True)
-    process = get_context("spawn").Process(target=_run, args=(dict(engines), options, folder, log, cluster))
+    process = get_context("spawn").Process(target=_run, args=(run, folder, log, label))
     process.start()
     stopped = False
     while process.exitcode is None:
@@ -54,16 +42,14 @@ def run_in_process(
     return process.exitcode
 
 
-def _run(engines: Configs, options: SweepOptions, folder: Path, log: Log, cluster: Cluster | None) -> None:
+def _run(run: Callable[..., Any], folder: Path, log: Log, label: str) -> None:
     # Ctrl-C in a terminal signals both processes, `kill` only the parent: this process obeys the parent alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     Thread(target=_exit_with_parent, daemon=True).start()
     try:
-        from specbatch.sweeps.run.runner import run_sweep
-
-        with progress("sweep", "requests") as report:
-            run_sweep(engines, options, folder, log=log, report=report, cluster=cluster)
+        with progress(label, "requests") as report:
+            run(folder=folder, log=log, report=report)
     except SpecbatchError as error:
         log(f"error: {'; '.join(filter(None, [str(error), error.kept]))}")
         raise SystemExit(1 if isinstance(error, FailedError) else 2) from None

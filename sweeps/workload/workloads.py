@@ -8,36 +8,31 @@ import math
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from specbatch.config.settings import setting
+from specbatch.config.values import burst_of, length
 from specbatch.core.request import SamplingParams
-from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of, sampling_text
+from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.jobs.prompt_file import location
-from specbatch.jobs.prompts import FORMS, TURNS, Prompt, misplaced_note, params_of, read_prompts
-from specbatch.jobs.questions import bundled_questions
-from specbatch.records.objectives import Objectives, objectives_text
-from specbatch.records.sweep_plan import LEAST_PROMPTS
-from specbatch.sweeps.workload.defaults import INPUT_LEN
+from specbatch.jobs.prompts import Prompt, misplaced_note, params_of
+from specbatch.records.objectives import Objectives
+from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categories, read_dataset
+from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
 
-LM_EVAL = "lm-eval:"
 _UNUSED = {"n", "logprobs", "top_logprobs", "prompt_logprobs"}  # of a row's parameters, in a sweep
 SENT = frozenset(
     {*SAMPLED, "seed", "max_new_tokens", "stop", "ignore_eos", "skip_special_tokens"}
 )  # of a row's parameters, to a server
 RANDOM = ("random", "gsp")  # datasets of random token ids
+LOAD, TEMPLATE = "Load", "Chat template"  # boxes of --help
 Length = int | tuple[int, int]  # tokens, or least and most with a uniform distribution
-
-
-class TaskReader(Protocol):
-    """Reads the prompts of a task, and the texts that end an answer."""
-
-    def __call__(self, name: str, data: Path | None, *, as_messages: bool) -> tuple[list[Prompt], tuple[str, ...]]: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +46,7 @@ class Workload:
                 "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
                 its own order; `data` as for `specbatch eval`;
                 or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
-                MT-Bench and SPEED-Bench (`sweeps.workload.conversations`). Rows with categories are taken in turn from
+                MT-Bench and SPEED-Bench (`sweeps.run.conversations`). Rows with categories are taken in turn from
                 each, so that the prompts of every point have all of them
     temperature, top_p, top_k, min_p   how answers are sampled; greedy by default, so that every configuration must
                 produce the same tokens
@@ -72,27 +67,74 @@ class Workload:
     read_task   reads the prompts of lm-eval:TASK
     """
 
-    dataset: str = "random"
-    data: Path | None = None
-    input_len: Length = INPUT_LEN
-    output_len: Length = 128
-    prompts_per_concurrency: int = 4
+    dataset: str = setting(
+        "random",
+        "gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. Lines have "
+        "the format of generate, or the turns of MT-Bench and SPEED-Bench.",
+    )
+    data: Path | None = setting(None, "Other questions for --dataset gsm8k and lm-eval:gsm8k.")
+    input_len: Length = setting(
+        INPUT_LEN,
+        "Tokens per random prompt, or a range; for gsp, without the shared prefix.",
+        metavar="N|N-M",
+        parse=length,
+    )
+    output_len: Length = setting(
+        128, "Output tokens per answer, or a range; for text prompts, the maximum.", metavar="N|N-M", parse=length
+    )
+    prompts_per_concurrency: int = setting(
+        4, "Prompts of a point, as a multiple of its concurrency, but at least 4.", panel=LOAD
+    )
     seed: int = 0
-    groups: int = 32
-    group_prompts: int = 16
-    shared_len: Length = 2048
-    request_rate: float = math.inf
-    burst: int = 1
+    groups: int = setting(32, "gsp: number of groups.")
+    group_prompts: int = setting(16, "gsp: prompts per group.")
+    shared_len: Length = setting(
+        2048,
+        "gsp: tokens of the prefix that a group shares.",
+        metavar="N|N-M",
+        parse=length,
+        flags=("--shared-len", "--system-len"),
+    )
+    request_rate: float = setting(
+        math.inf, "Requests per second with random arrivals. inf: closed loop at --concurrency.", panel=LOAD
+    )
+    burst: int = setting(
+        1,
+        "Requests that arrive together, at that rate. all: all requests of a point at once.",
+        panel=LOAD,
+        metavar="N|all",
+        parse=burst_of,
+    )
     sequential: bool = False
-    chat_template: bool | None = None
-    thinking: bool | None = None
-    category: str | None = None
-    turns: int | None = None
+    chat_template: bool | None = setting(
+        None,
+        "Render all texts with the model's chat template, or none. Default: only messages.",
+        panel=TEMPLATE,
+        flags=("--chat-template/--no-chat-template",),
+    )
+    thinking: bool | None = setting(
+        None,
+        "enable_thinking of the chat template. Default: the template's own.",
+        panel=TEMPLATE,
+        flags=("--thinking/--no-thinking",),
+    )
+    category: str | None = setting(None, "FILE.jsonl: only the rows of this category. Default: all, in turn.")
+    turns: int | None = setting(
+        None,
+        "FILE.jsonl: ask at most this many turns of each conversation. Later turns follow the configuration's own "
+        "answers. Default: all.",
+    )
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    slo: Objectives | None = None
+    slo: Objectives | None = setting(
+        None,
+        "Latency objectives for goodput, in seconds: some of ttft, tpot and e2e, such as ttft=0.5,tpot=0.03.",
+        panel=LOAD,
+        metavar="NAME=SECONDS,...",
+        parse=Objectives.parse,
+    )
     read_task: TaskReader | None = field(default=None, repr=False, compare=False)
     rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
     stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
@@ -132,8 +174,8 @@ class Workload:
             raise refuse(
                 "output_len", shown(self.output_len), "answers of text end by themselves; give one number, the maximum"
             )
-        rows, stop = self._read()
-        rows = self._of_turns(_of_categories(rows, self.category))
+        rows, stop = read_dataset(self.dataset, self.data, self.read_task, as_messages=bool(self.chat_template))
+        rows = self._of_turns(of_categories(rows, self.category))
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
         self._check_sampling()
@@ -348,75 +390,6 @@ class Workload:
             raise refuse("request_rate", self.request_rate, works)
         return rows
 
-    def _read(self) -> tuple[list[Prompt], tuple[str, ...]]:
-        """The rows of a dataset of text, and what ends its answers."""
-        if self.dataset == "gsm8k":
-            return (read_prompts(self.data, "data", takes_sampling=True) if self.data else _gsm8k()), ()
-        if self.dataset.startswith(LM_EVAL):
-            if self.read_task is None:
-                works = "pass read_task=specbatch.evals.prompts.task_prompts"
-                raise refuse("dataset", self.dataset, works)
-            return self.read_task(self.dataset.removeprefix(LM_EVAL), self.data, as_messages=bool(self.chat_template))
-        if not self.dataset.endswith(".jsonl"):
-            works = "use random, gsp, gsm8k, lm-eval:TASK or the path of a .jsonl file"
-            raise refuse("dataset", self.dataset, works)
-        return read_prompts(Path(self.dataset), "dataset", (*FORMS, TURNS), takes_sampling=True), ()
-
-
-def _of_categories(rows: list[Prompt], category: str | None) -> list[Prompt]:
-    """The rows of a category, or of each in turn."""
-    by_category: dict[str | None, list[Prompt]] = {}
-    for row in rows:
-        by_category.setdefault(row.category, []).append(row)
-    if category is None:
-        return [row for round in zip_longest(*by_category.values()) for row in round if row is not None]
-    if category not in by_category:
-        known = ", ".join(name for name in by_category if name)
-        raise refuse("category", category, f"use one of {known}" if known else "the prompts have no categories")
-    return by_category[category]
-
-
-def lines_of(work: dict[str, Any]) -> dict[str, str]:
-    """Heading lines that describe a record's workload."""
-    inputs = work.get("input_range") or work["input_len"]
-    text = f"{_text(inputs)} input tokens each" if inputs else "text"
-    if shared := work.get("shared"):
-        length = _text(shared["shared_len"])
-        text += f" ({length} of them shared by the {shared['group_prompts']} of each of {shared['groups']} groups)"
-    if work.get("rendered"):
-        thinking = work.get("thinking")
-        switch = "" if thinking is None else f", thinking {'on' if thinking else 'off'}"
-        text += f" by the chat template{switch}"
-    if turns := work.get("turns"):
-        text += f", conversations of up to {turns} turns with the configuration's own answers"
-    output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_text(work.get('output_range') or work['output_len'])}"
-    of = f" ({category})" if (category := work.get("category")) else ""
-    sampled = f"{sampling_text(work.get('sampling'))}, seed {work['seed']}"
-    if own := work.get("own_sampling"):
-        sampled += f", {own['rows']} of {own['of']} rows with their own {', '.join(own['names'])}"
-    return {
-        "workload": f"{work['dataset']}{of}, {text}, output {output}, {sampled}",
-        "arrivals": _arrivals(work),
-        **({"objectives": objectives_text(slo)} if (slo := work.get("slo")) else {}),
-    }
-
-
-def _arrivals(work: dict[str, Any]) -> str:
-    rate, burst = work.get("request_rate"), work.get("burst", 1)
-    counted = "times are measured from there"
-    most = "at most as many as the concurrency run"
-    if work.get("sequential"):
-        return "one request after the other, each alone on an idle engine"
-    if burst == 0:
-        return f"all prompts of a point at once: {counted}, and {most}"
-    if rate is None:
-        return "closed loop: as many requests as the concurrency are kept unfinished"
-    together = f", {burst} together" if burst > 1 else ""
-    return (
-        f"{rate:g} requests per second at random (Poisson{together}): {counted}, throughput follows the rate, and "
-        f"{most}"
-    )
-
 
 def shown(length: Length) -> int | str:
     """In the form of the command line."""
@@ -434,10 +407,6 @@ def _bounds(length: Length) -> tuple[int, int]:
     return (length, length) if isinstance(length, int) else length
 
 
-def _text(length: int | list[int] | tuple[int, int]) -> str:
-    return str(length) if isinstance(length, int) else f"{length[0]} to {length[1]}"
-
-
 def _described(own: list[dict[str, Any]], rows: int) -> dict[str, Any]:
     """The sampling parameters that rows set themselves, for a record."""
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
@@ -446,8 +415,3 @@ def _described(own: list[dict[str, Any]], rows: int) -> dict[str, Any]:
 
 def sha256_of(tokens: Sequence[list[int] | str]) -> str:
     return hashlib.sha256(json.dumps(tokens, separators=(",", ":")).encode()).hexdigest()
-
-
-def _gsm8k() -> list[Prompt]:
-    rows = bundled_questions("gsm8k").rows
-    return [Prompt(line=number, form="question", value=row["question"]) for number, row in enumerate(rows, start=1)]

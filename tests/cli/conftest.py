@@ -73,8 +73,8 @@ class StubEngine:
         self.config, self.tokenizer = config, StubTokenizer()
         self.caps: dict[str, Any] = {
             "max_running": config.max_running, "max_model_len": config.max_model_len or 256,
-            "kv_pages": self.kv_pages, "page_size": 16, "verify_rows": config.speculation.drafted + 1,
-            "verify_slots": config.speculation.drafted + 1,
+            "kv_pages": self.kv_pages, "page_size": 16, "verify_rows": config.speculation.num_drafts + 1,
+            "verify_slots": config.speculation.num_drafts + 1,
             "prefill_chunk": 64, "dtype": "float32", "device": "cpu",
         }  # fmt: skip
         self.done: list[Completion] = []
@@ -162,7 +162,7 @@ class StubEngine:
         if ids[:5] == list(b"!fail"):
             return Completion(index, list(ids), [], "", "error", RequestMetrics(), error="its logits are not finite")
         tokens = [(ids[-1] + step) % 256 for step in range(1, params.max_new_tokens + 1)]
-        drafted = self.config.speculation.drafted
+        drafted = self.config.speculation.num_drafts
         emitted = len(tokens) - 1
         metrics = RequestMetrics(
             prompt_tokens=len(ids), output_tokens=len(tokens), ttft_s=0.25, tpot_s=0.01, e2e_s=0.5,

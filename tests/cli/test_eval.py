@@ -148,7 +148,6 @@ def test_several_tasks_share_the_model_and_a_table(run, engine, evals, tmp_path)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("gsm8k arc_easy --configs v1,v2", "task='gsm8k,arc_easy': --configs compares configurations on one task"),
         ("gsm8k gsm8k", "task='gsm8k,gsm8k': gsm8k is given twice"),
         ("gsm8k --samples [1]", "--samples='[1]': use JSON or the path of a JSON file, such as"),
         ("gsm8k --samples nothing.json", "--samples='nothing.json': cannot be read"),

@@ -20,6 +20,7 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.batch_job import BatchJob
+from specbatch.jobs.job_settings import JobSettings
 from specbatch.jobs.output_files import read_output
 
 PROMPTS = [{"prompt": "a", "id": "first"}, {"prompt_token_ids": [5, 6]}, {"question": "b?"}, {"prompt": "d", "id": 4}]
@@ -375,7 +376,7 @@ def test_rows_after_any_interruptions_are_the_valid_lines_in_order(engine, lines
 
         def work(interrupt_after):
             engine.interrupt_after = interrupt_after
-            job = BatchJob.open(source, out, config, params, skip_bad=True)
+            job = BatchJob.open(source, out, config, params, settings=JobSettings(skip_bad=True))
             assert job.run(engine(config))
 
         for after, lost in [*cuts, (None, 0)]:

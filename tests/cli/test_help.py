@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from specbatch.cli.app import app
 from specbatch.cli.options import EngineOptions
-from specbatch.cli.values import whole_numbers
 from specbatch.config.engine_config import Speculation
+from specbatch.config.values import whole_numbers
 from specbatch.evals.options import MAX_NEW_TOKENS
 from specbatch.models.heads.eagle3 import default_aux
 from specbatch.sweeps.check import prompts as check_prompts

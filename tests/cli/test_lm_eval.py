@@ -127,7 +127,7 @@ def test_options_of_the_engine_and_of_answers(run, model, tmp_path, monkeypatch)
     run(f"model={model},max_length=512,algorithm=ngram,draft_tokens=2,dtype=float32,prefix_cache=false", *words)
     (config,) = built
     assert (config.model, config.max_model_len, config.max_running) == (str(model), 512, 4)
-    assert (config.speculation.algorithm, config.speculation.drafted) == ("ngram", 2)
+    assert (config.speculation.algorithm, config.speculation.num_drafts) == ("ngram", 2)
     assert config.prefix_cache is False
     assert config.device == "cpu"
 

@@ -45,7 +45,7 @@ def test_settings_of_speculation_are_passed_on():
 def test_number_of_drafts_may_be_auto():
     found = EngineOptions(algorithm="ngram", draft_tokens="auto", draft_steps=7).speculation()
     assert found == Speculation("ngram", draft_tokens="auto", draft_steps=7)
-    assert EngineOptions(algorithm="ngram", draft_tokens="5").speculation().drafted == 5
+    assert EngineOptions(algorithm="ngram", draft_tokens="5").speculation().num_drafts == 5
     for wrong in ("many", "2.5", ""):
         with pytest.raises(SpecbatchError, match=f"draft_tokens={wrong!r}: use a whole number, or auto"):
             EngineOptions(algorithm="ngram", draft_tokens=wrong).speculation()
@@ -57,8 +57,8 @@ def test_settings_of_draft_heads_are_passed_on():
     )
     expected = Speculation("eagle3", draft="head", aux_layers=(2, 18, 33), draft_rope_theta=1e4, verification="block")
     assert found.speculation() == expected
-    assert expected.drafted == 3
-    assert EngineOptions(algorithm="nextn").speculation().drafted == 3
+    assert expected.num_drafts == 3
+    assert EngineOptions(algorithm="nextn").speculation().num_drafts == 3
 
 
 @pytest.mark.parametrize("name", _ONLY_WITH_DRAFTS)

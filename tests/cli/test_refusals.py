@@ -64,7 +64,7 @@ REFUSED = [
     ("sweep --configs v2,v2+piecewise --prefill-graph piecewise", "--prefill-graph='piecewise': v2 and v2+piecewise"),
     ("sweep --repeats 0", "repeats=0:"),
     ("sweep --input-len 0", "--input-len=0:"),
-    ("sweep --dataset gsm8k --input-len 128", "--input-len='128': goes with --dataset random and gsp; leave it out"),
+    ("sweep --dataset gsm8k --input-len 128", "--input-len=128: goes with --dataset random and gsp; leave it out"),
     ("sweep --output-len -1", "--output-len=-1:"),
     ("sweep --input-len 64-", "--input-len='64-': use a whole number of at least 1, or a range such as 64-256"),
     ("sweep --burst some", "burst='some': use a whole number of at least 1, or all"),
@@ -172,11 +172,19 @@ def test_error_before_an_engine_is_built(run, engine, jsonl, tmp_path, case):
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())  # no files are left
 
 
-def test_evaluation_of_several_models(run, engine, tmp_path):
-    (tmp_path / "grid.toml").write_text("[a]\nmodel = 'x/y'\n[b]\nmodel = 'x/z'\n")
-    result = run("eval", "one_digit_sums", "--configs", tmp_path / "grid.toml", "--output", tmp_path / "out")
-    assert result.exit_code == 2
-    assert "has several models (y, z); evaluate each by itself, with --model" in result.stderr
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--model no/x,no/x", "--model='no/x,no/x': no/x is given twice"),
+        ("--model toy,toy-2 --load-format dummy", "--model='toy-2'"),
+        ("--model toy,toy-2 --load-format dummy --max-model-len 20", "--max-model-len=20: question 0"),
+    ],
+)
+def test_what_one_of_several_models_cannot_run_is_refused_before_any_runs(run, engine, tmp_path, words, message):
+    command = f"eval one_digit_sums --limit 1 --concurrency 1 --configs baseline,v2 --device cpu {words}"
+    result = run(*command.split(), "--output", tmp_path / "out")
+    assert (result.exit_code, engine.built) == (2, [])
+    assert message in result.stderr
     assert not (tmp_path / "out").exists()
 
 

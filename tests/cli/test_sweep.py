@@ -13,8 +13,9 @@ from specbatch.cli.output import fresh_folder
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.memory.planner import MemoryShare
 from specbatch.sweeps.report.compare import compare
-from specbatch.sweeps.report.tables import load_records, precision_of, write_summary
-from specbatch.sweeps.run import runner
+from specbatch.sweeps.report.points import load_records, precision_of
+from specbatch.sweeps.report.tables import write_summary
+from specbatch.sweeps.run.benchmark import BenchmarkPrompts
 
 from .conftest import TINY_SWEEP
 
@@ -86,7 +87,7 @@ def test_engines_share_the_memory_and_fit_the_workload(sweep, engine):
 
 def test_configurations(sweep, engine):
     sweep("--concurrency 2 --draft self:skip=1-2 --draft-tokens 3")
-    found = [(spec.algorithm, spec.schedule, spec.drafted) for spec in (item.speculation for item in engine.built)]
+    found = [(spec.algorithm, spec.schedule, spec.num_drafts) for spec in (item.speculation for item in engine.built)]
     assert found == [("none", "v2", 0), ("standalone", "v1", 3), ("standalone", "v2", 3)]
 
 
@@ -323,10 +324,11 @@ def test_goodput_under_objectives(sweep, tmp_path):
 
 def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, tmp_path):
     """At concurrency 1 v2 varies in the first round, at concurrency 2 it does not; v1 always does at concurrency 4."""
-    measure, calls = runner._measure, Counter()
+    measure, calls = BenchmarkPrompts.measure, Counter()
 
-    def measured(engine, prompts, params, workload, concurrency, count):
-        record = measure(engine, prompts, params, workload, concurrency, count)
+    def measured(prompts, engine, point, count):
+        found = measure(prompts, engine, point, count)
+        record, concurrency = found.record, point.concurrency
         schedule = record.config["speculation"]["schedule"] if record.drafts else "baseline"
         turn = calls[schedule, concurrency]
         if turn == stops_at.get((schedule, concurrency)):
@@ -335,9 +337,9 @@ def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, 
         calls[schedule, concurrency] += 1
         varies = {("v2", 1): turn == 0, ("v2", 4): turn % 2 == 0}.get((schedule, concurrency), False)
         record.metrics["output_throughput"] = 100.0 + (4 if concurrency == 1 else 10) * varies
-        return record
+        return found
 
-    monkeypatch.setattr(runner, "_measure", measured)
+    monkeypatch.setattr(BenchmarkPrompts, "measure", measured)
     stops_at = {("v2", 1): 4}
     command = "--concurrency 1,2,4 --configs baseline,v2 --until-precise 5% --most-repeats 6 --repeats 3"
     assert sweep(command).exit_code == 130

@@ -16,10 +16,10 @@ from specbatch.errors import SpecbatchError
 
 
 def test_baseline_drafts_nothing() -> None:
-    assert Speculation().drafted == 0
-    assert Speculation(draft_tokens=9).drafted == 0
-    assert Speculation("ngram").drafted == 4
-    assert Speculation("standalone", draft="self:skip=1", draft_tokens=7).drafted == 7
+    assert Speculation().num_drafts == 0
+    assert Speculation(draft_tokens=9).num_drafts == 0
+    assert Speculation("ngram").num_drafts == 4
+    assert Speculation("standalone", draft="self:skip=1", draft_tokens=7).num_drafts == 7
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_missing_settings_of_a_draft_shape_are_derived(
 ) -> None:
     speculation = Speculation(algorithm, draft="self:skip=1" if algorithm == "standalone" else None, **given)  # type: ignore[arg-type]
     assert speculation.shape == expected
-    assert speculation.drafted == expected[2]
+    assert speculation.num_drafts == expected[2]
     assert shape_of(algorithm, *expected) == expected
 
 

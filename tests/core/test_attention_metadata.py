@@ -12,7 +12,7 @@ from targets import SIZES
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 

@@ -111,7 +111,7 @@ def test_drafter_reads_the_same_embeddings(targets: Targets, name: str, algorith
         engine = targets.engine(name, algorithm, more=more, prefill_chunk=5, prefix_cache=False)
         prompts = [embedded(targets.checkpoint(name), p, parts) if hides and len(p) > 8 else p for p in whole]
         done = engine.generate(prompts, few)
-        cache = engine._worker.decode_step.drafter._cache
+        cache = engine.parts.worker.decode_step.drafter._cache
         kept.append((cache.keys.clone(), cache.values.clone()))
         assert [item.token_ids for item in done] == targets.greedy(name, 4)[:4]
     assert sum(isinstance(prompt, EmbeddedPrompt) for prompt in prompts) >= 2
@@ -124,8 +124,8 @@ def test_retracted_request_uses_its_embeddings_again(targets: Targets) -> None:
     engine = targets.engine("lfm2", "ngram", "v1")
     events = engine.stream([embedded(checkpoint, prompt, [range(len(prompt))]) for prompt in prompts], GREEDY)
     found = {event.index: event.completion for event in [next(events)]}
-    for request in list(engine._scheduler._running):
-        engine._scheduler._retract(request)
+    for request in list(engine.parts.scheduler._running):
+        engine.parts.scheduler._retract(request)
     found |= {event.index: event.completion for event in events}
     assert [found[index].token_ids for index in range(3)] == targets.greedy("lfm2", 8)[:3]  # type: ignore[union-attr]
     assert sum(item.metrics.retractions for item in found.values() if item is not None) >= 2

@@ -19,7 +19,7 @@ from specbatch.drafters.base import Drafter
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, Features
+from specbatch.models.decoder import Decoder, Features, tensor_shapes
 from specbatch.runtime.prefill_forward import EagerForward
 
 PAGE = 4
@@ -37,7 +37,7 @@ def tiny_llama(vocabulary: int = 13, layers: int = 2) -> Decoder:
     )  # fmt: skip
     generator = torch.Generator().manual_seed(vocabulary)
     weights = {}
-    for name, shape in config.tensor_shapes().items():
+    for name, shape in tensor_shapes(config).items():
         noise = torch.randn(shape, generator=generator)
         weights[name] = 1 + noise / 4 if len(shape) == 1 else 1.5 * noise / math.sqrt(shape[1])
     return Decoder(config, weights.__getitem__, dtype=torch.float32, device=CPU, max_positions=256)

@@ -81,15 +81,15 @@ def test_a_draft_model_has_keys_for_tokens_that_the_corpus_drafted(
     engine = toy_engine(speculation=speculation, page_size=1)
     prompts = [list(prompt) for prompt in toy.prompts()[:6]]
     engine.generate(prompts, ENDLESS)
-    engine._scheduler.forget_prefixes()
+    engine.parts.scheduler.forget_prefixes()
     engine.reset_record()
     done = engine.generate(prompts, ENDLESS)
     assert engine.record().metrics["corpus_accept_rate"] > 0.8
-    drafter = engine._worker.prefill_step.drafter._drafter  # type: ignore[attr-defined]
+    drafter = engine.parts.worker.prefill_step.drafter._drafter  # type: ignore[attr-defined]
     texts = [(*item.prompt_token_ids, *item.token_ids) for item in done]
     _, fresh = run_texts(drafter._model, texts)
     for index, text in enumerate(texts, 1):
-        path = engine._scheduler._cache.path(list(text), len(text))  # type: ignore[union-attr]
+        path = engine.parts.scheduler.cache.path(list(text), len(text))  # type: ignore[union-attr]
         pages = torch.tensor([node.page for node in path])
         assert len(text) - most - 3 <= len(pages) < len(text)
         for ours, theirs in zip((*drafter._cache.k, *drafter._cache.v), (*fresh.k, *fresh.v), strict=True):
@@ -111,7 +111,7 @@ def test_running_requests_draft_from_each_other(toy: Any, toy_engine: Callable[.
 def test_only_complete_answers_are_added(toy: Any, toy_engine: Callable[..., Engine]) -> None:
     added: list[Answer] = []
     engine = toy_engine(speculation=drafting(), model="toy-nan", max_running=3)
-    engine._worker.add_answers = added.extend  # type: ignore[method-assign]
+    engine.parts.worker.add_answers = added.extend  # type: ignore[method-assign]
     prompts = [list(prompt) for prompt in toy.prompts()[16:19]]
     events = engine.stream([*prompts, [3, 36, 5]], SamplingParams(max_new_tokens=9, ignore_eos=True))
     for event in events:
@@ -221,7 +221,7 @@ def test_an_engine_drafts_from_a_file(toy: Any, toy_engine: Callable[..., Engine
     assert record.metrics["corpus_accept_rate"] > 0.8
     assert (record.caps["corpus_tokens"], record.caps["corpus_bytes"]) == (
         1024,
-        28 * 1024 + 12 * engine._worker.batch.tokens.numel(),
+        28 * 1024 + 12 * engine.parts.worker.batch.tokens.numel(),
     )
     assert f"corpus: 6 answers of {path}, 240 tokens" in log
     many = write(tmp_path / "many.jsonl", *rows * 5)

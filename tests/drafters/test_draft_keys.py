@@ -27,11 +27,11 @@ def test_shared_pages_hold_the_draft_models_keys(
     # The last verify ends before, at and after the limit.
     done = engine.generate(prompts, [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (8, 9, 10, 11)])
     assert engine.record().metrics["accept_length"] > 2.5
-    drafter = engine._worker.prefill_step.drafter
+    drafter = engine.parts.worker.prefill_step.drafter
     texts = [(*item.prompt_token_ids, *item.token_ids) for item in done]
     _, fresh = run_texts(drafter._model, texts)
     for index, text in enumerate(texts, 1):
-        pages = torch.tensor([node.page for node in engine._scheduler._cache.path(list(text), len(text))])
+        pages = torch.tensor([node.page for node in engine.parts.scheduler.cache.path(list(text), len(text))])
         assert len(text) - 8 <= len(pages) < len(text), "the newest positions may be missing, but no others"
         for ours, theirs in zip((*drafter._cache.k, *drafter._cache.v), (*fresh.k, *fresh.v), strict=True):
             torch.testing.assert_close(ours[pages, 0], theirs[index, : len(pages)], rtol=1e-4, atol=1e-5)

@@ -20,8 +20,8 @@ from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.decoder import Decoder
 from specbatch.text.tokenizer import ByteTokenizer
-from specbatch.weights.checkpoint import open_checkpoint
 from specbatch.weights.dummy import DummyCheckpoint
+from specbatch.weights.opening import open_checkpoint
 
 VOCABULARY = 13
 LENGTHS = (2, 3, 5, 6, 13, 21)
@@ -176,7 +176,7 @@ def test_layers_whose_keys_others_read_are_not_skipped(targets: Targets) -> None
     for skipped in ("2", "0,2"):
         engine = targets.engine("gemma4-e2b", "model", more={"draft": f"self:skip={skipped}"})
         assert [done.token_ids for done in engine.generate(prompts, params)] == targets.greedy("gemma4-e2b", 6)
-        assert len(engine._worker.decode_step.drafter._cache.k) == (2 if skipped == "2" else 1)
+        assert len(engine.parts.worker.decode_step.drafter._cache.k) == (2 if skipped == "2" else 1)
 
 
 class Words(ByteTokenizer):

@@ -17,14 +17,14 @@ from specbatch import Engine, SpecbatchError
 from specbatch.algorithms import ALGORITHMS, algorithms_with
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import SamplingParams
-from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear
-from specbatch.kernels.gemm.quantized.weight import Weight, quantize_fp8_weight
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight, quantize_fp8_weight
+from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.models import weight_reader
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
-from specbatch.models.formats.quantization import MatrixShape
+from specbatch.models.decoder import Decoder, weight_shapes
+from specbatch.models.formats.format import MatrixShape
 from specbatch.models.heads.draft_head import HEAD
-from specbatch.models.layers import blocks as layers
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 260, "hidden_size": 256,
@@ -96,21 +96,15 @@ def of_target(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
         return tokens(engine)
 
 
-def keep_quantized(monkeypatch: pytest.MonkeyPatch, *, keeps: bool = True) -> None:
-    """Whether weights stay quantized, as on a GPU."""
-    for module in ("models.layers.blocks", "runtime.loader", "engine.setup.memory_plan"):
-        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
-
-
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[Weight]:
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[FP8Weight]:
     """The weights that are quantized at load, as they come."""
-    found: list[Weight] = []
+    found: list[FP8Weight] = []
 
-    def spied(values: torch.Tensor) -> Weight:
+    def spied(values: torch.Tensor) -> FP8Weight:
         found.append(quantize_fp8_weight(values))
         return found[-1]
 
-    monkeypatch.setattr(layers, "quantize_fp8_weight", spied)
+    monkeypatch.setattr(weight_reader, "quantize_fp8_weight", spied)
     return found
 
 
@@ -122,9 +116,14 @@ def tokens(engine: Engine) -> list[list[int]]:
     ("algorithm", "keeps"), [*((name, True) for name in QUANTIZES), pytest.param("eagle3", False, id="dequantized")]
 )
 def test_the_tokens_are_the_targets(
-    build: Build, of_target: list[list[int]], monkeypatch: pytest.MonkeyPatch, algorithm: str, keeps: bool
+    build: Build,
+    of_target: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    stay_quantized: Callable[..., None],
+    algorithm: str,
+    keeps: bool,
 ) -> None:
-    keep_quantized(monkeypatch, keeps=keeps)
+    stay_quantized(keeps)
     quantized = watched(monkeypatch)
     plain = build(algorithm)
     assert not quantized
@@ -140,8 +139,7 @@ def test_the_tokens_are_the_targets(
         assert saved * (0.8 if twice else 0.99) < planned < saved * (1 if twice else 1.01)
 
 
-def _bytes(weight: Weight) -> int:
-    assert weight.scales is not None
+def _bytes(weight: FP8Weight) -> int:
     return weight.values.numel() + 4 * weight.scales.numel()
 
 
@@ -165,7 +163,6 @@ def test_quantized_weights(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape, generator=generator) * torch.logspace(-6, 3, shape[-1])
     values[..., 0, :] = 0
     found = quantize_fp8_weight(values)
-    assert found.scales is not None
     *stack, out, inner = shape
     assert found.scales.shape == (*stack, math.ceil(out / 128), math.ceil(inner / 128))
     back = found.dequantize(torch.float32)
@@ -183,19 +180,17 @@ def test_quantized_weights(shape: tuple[int, ...]) -> None:
 def test_the_parts_of_a_large_weight_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(2, 400, 256, generator=torch.Generator().manual_seed(2))
     whole = quantize_fp8_weight(values)
-    monkeypatch.setattr("specbatch.kernels.gemm.quantized.weight._PART", 128 * 256)
+    monkeypatch.setattr("specbatch.kernels.gemm.quantized.fp8_linear._PART", 128 * 256)
     parts = quantize_fp8_weight(values)
     assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
-    assert whole.scales is not None
-    assert parts.scales is not None
     assert torch.equal(whole.scales, parts.scales)
 
 
-def test_the_target_keeps_its_weights(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_target_keeps_its_weights(build: Build, stay_quantized: Callable[..., None]) -> None:
     lines: list[str] = []
-    keep_quantized(monkeypatch)
+    stay_quantized()
     engine = build("mtp", "fp8", dtype="float16", log=lines.append)
-    assert not isinstance(engine._model.head, FP8Linear)
+    assert not isinstance(engine.parts.model.head, FP8Linear)
     assert "draft: matrices quantized at load, FP8 weights: kept" in lines
     assert "FP8 activations: on, quantized per token and 128 columns" in lines
     assert engine.caps["fp8_activations"] == "on"
@@ -215,8 +210,10 @@ def test_a_width_that_is_no_whole_number_of_blocks(build: Build, monkeypatch: py
         build("eagle3", "fp8")
 
 
-def test_experts_beside_a_shared_one_of_other_widths(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_quantized(monkeypatch)
+def test_experts_beside_a_shared_one_of_other_widths(
+    build: Build, monkeypatch: pytest.MonkeyPatch, stay_quantized: Callable[..., None]
+) -> None:
+    stay_quantized()
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
         monkeypatch.setitem(SHAPE, name, 192)
     with pytest.raises(SpecbatchError, match=r"draft_quantization='fp8': mtp.layers.0.mlp .* widths 192 and 192"):
@@ -224,12 +221,16 @@ def test_experts_beside_a_shared_one_of_other_widths(build: Build, monkeypatch: 
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
-def test_stored_fp8_weights_are_not_quantized_again(build: Build, monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
+def test_stored_fp8_weights_are_not_quantized_again(
+    build: Build, monkeypatch: pytest.MonkeyPatch, stay_quantized: Callable[..., None], keeps: bool
+) -> None:
     shapes: list[tuple[int, ...]] = []
     stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    keep_quantized(monkeypatch, keeps=keeps)
+    stay_quantized(keeps)
     monkeypatch.setitem(SMALL, "quantization_config", stored)
-    monkeypatch.setattr(layers, "quantize_fp8_weight", lambda values: shapes.append(values.shape) or Weight(values))
+    monkeypatch.setattr(
+        weight_reader, "quantize_fp8_weight", lambda values: shapes.append(values.shape) or Weight(values)
+    )
     build("standalone", "fp8")
     assert shapes == [(260, 128)], "the output matrix only"
 
@@ -274,17 +275,17 @@ def test_experts_in_mxfp4_stay() -> None:
 def _recorded(config: ModelConfig) -> set[str]:
     return {
         name
-        for name, shape in config.weight_shapes().items()
+        for name, shape in weight_shapes(config).items()
         if isinstance(shape, MatrixShape) and not config.is_stored_quantized(name, shape)
     }
 
 
 @pytest.mark.parametrize("changes", [PARTIAL_ROPE, LATENT, GPT_OSS], ids=["partial-rope", "latent", "gpt-oss"])
 def test_the_plan_counts_no_more_than_is_saved(
-    build: Build, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+    build: Build, monkeypatch: pytest.MonkeyPatch, stay_quantized: Callable[..., None], changes: dict[str, Any]
 ) -> None:
     """Of draft models with matrices that are read in other ways."""
-    keep_quantized(monkeypatch)
+    stay_quantized()
     found = watched(monkeypatch)
     for name, value in changes.items():
         monkeypatch.setitem(SMALL, name, value)

@@ -10,6 +10,7 @@ from uncached import features_of
 from specbatch import SamplingParams
 from specbatch.drafters.mtp_layers import LayerChain
 from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.models.full_forward import UncachedContext
 
 
@@ -21,9 +22,9 @@ def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[st
     done = engine.generate(
         prompts, [SamplingParams(max_new_tokens=12 + place, ignore_eos=True) for place in range(len(prompts))]
     )
-    drafter = engine._worker.prefill_step.drafter
+    drafter = engine.parts.worker.prefill_step.drafter
     assert isinstance(drafter, LayerChain)
-    head, cache, model, cached = drafter._head, drafter._cache, engine._model, engine._scheduler._cache
+    head, cache, model, cached = drafter._head, drafter._cache, engine.parts.model, engine.parts.scheduler.cache
     assert head.depths == 3
     assert cached is not None
     for item in done:
@@ -36,7 +37,7 @@ def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[st
             positions, heads = torch.arange(count), head.heads_of(depth)
             x, qkv = head.start(depth, head.embed(text[1 + depth :]), hidden[:count])
             keys, values = (torch.zeros(1, count, *part.shape[2:]) for part in (cache.k[depth], cache.v[depth]))
-            split_qkv_rope(qkv, heads, positions, positions, keys, values)
+            split_qkv_rope(AttentionInputs(qkv, heads, positions, keys, values), positions)
             for ours, theirs in ((cache.k[depth], keys), (cache.v[depth], values)):
                 torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)
             hidden = head.finish(depth, x, UncachedContext(model, 1, count).attend(0, qkv, heads, positions))
@@ -48,7 +49,7 @@ def test_a_prompt_begins_without_the_features_of_one_that_ended_with_its_first_t
     engine = targets.engine("llama", "mtp-layers", "v1", page_size=4, **how)
     known, other = list(range(1, 9)), list(range(11, 19))
     first = SamplingParams(max_new_tokens=1)
-    ready = engine._worker.prefill_step.drafter._ready
+    ready = engine.parts.worker.prefill_step.drafter._ready
     engine.generate([[*known, 3]], first)
     assert int(ready[1]) == 3, "two of the chunk before the last token"
     engine.generate([other], first)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
-from stand_ins import fake_graphs, no_step_times, random_draft_lengths
+from stand_ins import fake_graphs, planned_draft_lengths, random_draft_lengths, timed_by
 
 from specbatch import Engine, SamplingParams
 from specbatch.config.acceptance_profile import AcceptanceProfile
@@ -76,18 +76,10 @@ def test_an_idle_draft_model_catches_up_in_passes_of_at_most_a_chunk(
         passes.append(list(zip(shape.spans.starts, shape.spans.ends, strict=True)))
         catch_up(self, batch, shape)
 
-    plan = [0] * 10 + [5] + [0] * 4 + [5] * 20
-
-    def choose(self: DraftLength, rows: int) -> int:
-        length = plan.pop(0)
-        self.probing = length > 0 and plan[:1] == [0]
-        return length
-
-    no_step_times(monkeypatch)
+    planned_draft_lengths(monkeypatch, [0] * 10 + [5] + [0] * 4, after=5)
     engine = toy_engine(speculation=auto("same", "v1"), prefill_chunk=25, prefix_cache=False)
     monkeypatch.setattr(DraftModelChain, "catch_up", spied)
     monkeypatch.setattr(DraftModelChain, "prefill", lambda self, *args: catch_up(self, *args[:2]))
-    monkeypatch.setattr(DraftLength, "choose", choose)
     engine.generate([list(prompt) for prompt in toy.prompts()[:4]], SamplingParams(max_new_tokens=40, ignore_eos=True))
     totals = [sum(end - start for start, end in spans) for spans in passes]
     # The draft's own pass computes the newest of the ten: ten each, with the token before the root. Two requests fit
@@ -100,19 +92,18 @@ def test_a_prefix_that_an_idle_draft_model_has_not_computed_is_not_shared(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[tuple[int, int]] = []
-    no_step_times(monkeypatch)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
-    release = Scheduler.release
+    planned_draft_lengths(monkeypatch, [])
+    finish = Scheduler.finish
 
     def spied(self: Scheduler, request: Any) -> None:
-        release(self, request)
-        assert self._cache is not None
-        shared = self._cache.match(request.tokens)
+        finish(self, request)
+        assert self.cache is not None
+        shared = self.cache.match(request.tokens)
         kept.append((request.prompt_len, len(shared) * 4))
         for page in shared:
-            self._pool.release(page)
+            self.pool.decref(page)
 
-    monkeypatch.setattr(Scheduler, "release", spied)
+    monkeypatch.setattr(Scheduler, "finish", spied)
     for name in ("same", "eagle3"):
         kept.clear()
         engine = toy_engine(speculation=auto(name))
@@ -132,9 +123,8 @@ def test_the_draft_model_recomputes_a_retracted_request(
         retract(self, request)
         valid.append((before, request.draft_kv_valid_until))
 
-    no_step_times(monkeypatch)
+    planned_draft_lengths(monkeypatch, [])
     monkeypatch.setattr(Scheduler, "_retract", watched)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: 0)
     engine = toy_engine(speculation=auto("same"), **SETTINGS["crowded"])
     prompts = [list(prompt) for prompt in toy.prompts()[8:16]]
     engine.generate(prompts, SamplingParams(max_new_tokens=25, ignore_eos=True))
@@ -149,14 +139,11 @@ class FakeClock(StepTimer):
     """A step takes `cost` seconds."""
 
     now = 0.0
-
-    @staticmethod
-    def cost(rows: int, drafts: int) -> float:
-        return 1.0 + 0.1 * drafts
+    cost: Callable[[int, int], float] = staticmethod(lambda rows, drafts: 1.0 + 0.1 * drafts)
 
     def __init__(self) -> None:
         self._previous: Any = None
-        self._start = FakeClock.now
+        self._start = self.now
 
     @classmethod
     def begin(cls, device: torch.device) -> StepTimer:
@@ -164,7 +151,7 @@ class FakeClock(StepTimer):
 
     def end(self, previous: StepTimer | None) -> None:
         self._previous = previous
-        self._took = FakeClock.now - self._start
+        self._took = self.now - self._start
 
     def seconds(self) -> tuple[float, float | None]:
         return self._took, 0.0 if self.follows else None
@@ -174,19 +161,22 @@ class FakeClock(StepTimer):
 def clock(monkeypatch: pytest.MonkeyPatch) -> type[FakeClock]:
     run = DecodeStep.__call__
 
+    class Clock(FakeClock):
+        pass
+
     def timed(self: DecodeStep, step: Any) -> Any:
-        FakeClock.now += FakeClock.cost(len(step.slots), step.num_drafts)
+        Clock.now += Clock.cost(len(step.slots), step.num_drafts)
         return run(self, step)
 
     def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-        start = FakeClock.now
+        start = Clock.now
         work()
-        return FakeClock.now - start
+        return Clock.now - start
 
     monkeypatch.setattr(DecodeStep, "__call__", timed)
-    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", FakeClock)
+    timed_by(monkeypatch, Clock)
     monkeypatch.setattr("specbatch.engine.setup.step_times.seconds_of", seconds_of)
-    return FakeClock
+    return Clock
 
 
 def shares(engine: Engine) -> dict[str, float]:
@@ -252,10 +242,10 @@ def test_shortening_the_draft_is_not_part_of_the_step_time(
 
 
 def test_each_batch_size_has_its_own_length(
-    toy: Any, toy_engine: Callable[..., Engine], clock: type[FakeClock], monkeypatch: pytest.MonkeyPatch
+    toy: Any, toy_engine: Callable[..., Engine], clock: type[FakeClock]
 ) -> None:
     """On a device where verifying costs nothing in small batches, and as much as decoding in large ones."""
-    monkeypatch.setattr(clock, "cost", lambda rows, drafts: 1.0 + drafts * (0.02 if rows < 8 else 1.0))
+    clock.cost = staticmethod(lambda rows, drafts: 1.0 + drafts * (0.02 if rows < 8 else 1.0))
     speculation = replace(auto("same"), simulate_accept=AcceptanceProfile("", (1.0, 1.0, 0.5, 0.0, 0.0)))
     engine = toy_engine(speculation=speculation, max_model_len=300)
     params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in [40] * 6 + [200] * 2]
@@ -269,11 +259,9 @@ def test_each_batch_size_has_its_own_length(
     assert times["8"] == pytest.approx({"0": 1.0, "1": 2.0, "2": 3.0, "4": 5.0, "5": 6.0})
 
 
-def test_times_at_start_rise_with_batch_and_drafts(
-    toy_engine: Callable[..., Engine], clock: type[FakeClock], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_at_start_rise_with_batch_and_drafts(toy_engine: Callable[..., Engine], clock: type[FakeClock]) -> None:
     """Also on a machine that is busy while two requests, or one draft, are timed."""
-    monkeypatch.setattr(clock, "cost", lambda rows, drafts: 9.0 if rows == 2 or drafts == 1 else rows + drafts)
+    clock.cost = staticmethod(lambda rows, drafts: 9.0 if rows == 2 or drafts == 1 else rows + drafts)
     times = toy_engine(speculation=auto("same"), max_model_len=300).caps["draft_length_s"]
     assert times["8"] == pytest.approx({"0": 8.0, "1": 9.0, "2": 10.0, "4": 12.0, "5": 13.0})
     assert times["2"] == pytest.approx({"0": 4.0, "1": 6.0, "2": 6.0, "4": 8.0, "5": 9.0})
@@ -286,15 +274,7 @@ def test_acceptance_of_drafts_without_context_is_ignored(
     """A probe of an idle draft model, which catches up for one request of eight: the others' drafts lack context."""
     learned: list[tuple[int, int]] = []
     monkeypatch.setattr(DraftLength, "learn", lambda self, n, found: learned.append((n, len(list(found)))))
-    plan = [0] * 12 + [5] + [0] * 40
-
-    def choose(self: DraftLength, rows: int) -> int:
-        length = plan.pop(0)
-        self.probing = length > 0
-        return length
-
-    monkeypatch.setattr(DraftLength, "choose", choose)
-    no_step_times(monkeypatch)
+    planned_draft_lengths(monkeypatch, [*[0] * 12, 5, 0])
     engine = toy_engine(speculation=auto("same"), prefill_chunk=15, prefix_cache=False)
     engine.generate([list(toy.prompts()[0])] * 8, SamplingParams(max_new_tokens=20, ignore_eos=True))
     assert [found for found in learned if found[0]] == [(5, 1)]
@@ -315,10 +295,10 @@ def test_acceptance_of_drafts_without_context_is_ignored(
 )
 def test_the_most_is_the_default_number_of_drafts(settings: dict[str, Any], lengths: tuple[int, ...]) -> None:
     speculation = Speculation(draft_tokens="auto", **settings)
-    assert speculation.lengths == lengths
-    assert speculation.drafted == lengths[-1]
+    assert speculation.draft_lengths == lengths
+    assert speculation.num_drafts == lengths[-1]
     fixed = Speculation(**settings)
-    assert fixed.lengths == (lengths[-1],)
+    assert fixed.draft_lengths == (lengths[-1],)
     assert speculation.shape == fixed.shape
 
 
@@ -336,20 +316,23 @@ def test_lengths_are_logged_and_each_has_its_graphs(toy_engine: Callable[..., En
     assert any("up to 4 drafted" in line for line in lines)
     layers = engine.model_config.num_layers
     assert seen[-1] == (layers + 12, layers + 12)
-    assert engine._worker.graphs is not None
-    assert len(engine._worker.graphs) == 12
+    assert engine.parts.worker.graphs is not None
+    assert len(engine.parts.worker.graphs) == 12
     assert engine.record().counters["draft_lengths"] == {}
     fixed = toy_engine(speculation=replace(auto("block"), draft_tokens=None), graphs=Graphs(decode="whole"))
     assert "draft_length_s" not in fixed.caps
-    assert fixed._worker.graphs is not None
-    assert len(fixed._worker.graphs) == 4
+    assert fixed.parts.worker.graphs is not None
+    assert len(fixed.parts.worker.graphs) == 4
     assert fixed.record().counters["draft_lengths"] == {}
 
 
 def test_the_memory_plan_includes_the_graphs_of_all_lengths() -> None:
-    few, many = (graph_bytes(Graphs(decode="whole"), most=8, chunk=64, layers=8, lengths=n) for n in (1, 5))
+    few, many = (
+        graph_bytes(Graphs(decode="whole"), most=8, chunk=64, layers=8, draft_lengths=lengths)
+        for lengths in ((3,), (0, 1, 2, 4, 5))
+    )
     assert many == 5 * few > 0
     piecewise = Graphs(prefill="piecewise")
-    assert graph_bytes(piecewise, most=8, chunk=64, layers=8, lengths=5) == graph_bytes(
+    assert graph_bytes(piecewise, most=8, chunk=64, layers=8, draft_lengths=(0, 1)) == graph_bytes(
         piecewise, most=8, chunk=64, layers=8
     )

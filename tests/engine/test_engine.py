@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed, slow_but
+from released import check_released
 from stand_ins import late_results
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError, Speculation
@@ -23,15 +24,6 @@ SPECULATIONS = {
     "self-v2": Speculation("standalone", "v2", draft="self:skip=1", draft_tokens=3),
 }
 LONG = SamplingParams(max_new_tokens=10, ignore_eos=True)
-
-
-def clean(engine: Engine) -> bool:
-    """Whether every page is free or held by the cache alone, and every slot is free."""
-    scheduler = engine._scheduler
-    cached = len(scheduler._cache) if scheduler._cache is not None else 0
-    pool = scheduler._pool
-    slots = len(scheduler._slots) == engine.config.max_running
-    return slots and not scheduler.unfinished and pool.free + cached == pool.total and pool.idle == cached
 
 
 def prompts_of(toy: Any, count: int = 8) -> list[list[int]]:
@@ -146,8 +138,8 @@ def test_next_logits_match_naive_decoding(toy: Any, toy_engine: Callable[..., En
             wanted = toy.logits(prompt)[-1].float()
             torch.testing.assert_close(engine.next_logits(prompt), wanted, atol=1e-4, rtol=1e-4)
             assert engine.generate([prompt], LONG)[0].token_ids == list(toy.greedy(tuple(prompt))[:10])
-        assert engine._worker.prefill_step.on_logits is None
-        assert clean(engine)
+        assert engine.parts.worker.prefill_step.on_logits is None
+        check_released(engine)
 
 
 # -- batches and arrivals ---------------------------------------------------------------------------------------------
@@ -226,7 +218,7 @@ def test_hundreds_of_prompts(toy: Any, toy_engine: Callable[..., Engine], name: 
     completions = engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
     assert [len(item.token_ids) for item in completions] == [3] * 500
     assert completions[0].token_ids == completions[210].token_ids
-    assert clean(engine)
+    check_released(engine)
 
 
 # -- interruptions ----------------------------------------------------------------------------------------------------
@@ -240,10 +232,10 @@ def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def check_usable(toy: Any, engine: Engine) -> None:
-    assert clean(engine)
+    check_released(engine)
     found = tokens_of(engine.generate(prompts_of(toy, 5), LONG))
     assert found == [list(toy.greedy(prompt)[:10]) for prompt in toy.prompts()[:5]]
-    assert clean(engine)
+    check_released(engine)
 
 
 def test_an_interruption_keeps_finished_completions(toy: Any, toy_engine: Callable[..., Engine], schedule: str) -> None:
@@ -275,7 +267,7 @@ def test_an_error_on_the_device_leaves_a_clean_engine(
 ) -> None:
     """The pages of the failed pass are shared already: no later request may read them."""
     engine = toy_engine(speculation=Speculation("ngram", schedule), prefill_chunk=30)
-    work = getattr(engine._worker, place)
+    work = getattr(engine.parts.worker, place)
     calls = 0
 
     def fail(*arguments: Any) -> Any:
@@ -286,8 +278,8 @@ def test_an_error_on_the_device_leaves_a_clean_engine(
         return work(*arguments)
 
     with monkeypatch.context() as patch:
-        fail.budget = None  # type: ignore[attr-defined]  # a decode step has one
-        patch.setattr(engine._worker, place, fail)
+        fail.admit = getattr(work, "admit", None)  # type: ignore[attr-defined]  # of a decode step
+        patch.setattr(engine.parts.worker, place, fail)
         with pytest.raises(error):
             engine.generate(prompts_of(toy, 12), LONG)
     check_usable(toy, engine)
@@ -338,7 +330,7 @@ def test_a_request_can_be_aborted_before_it_runs(toy: Any, toy_engine: Callable[
             found[event.index] = event.completion
     assert (found[2].finish_reason, found[2].token_ids, found[2].metrics.ttft_s) == ("abort", [], None)
     assert [found[index].finish_reason for index in (0, 1)] == ["length", "length"]
-    assert clean(engine)
+    check_released(engine)
 
 
 def test_aborting_all_requests_ends_the_stream(toy: Any, toy_engine: Callable[..., Engine], schedule: str) -> None:

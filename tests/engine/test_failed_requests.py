@@ -30,10 +30,10 @@ def failing(bad: int) -> list[list[int]]:
 def damage(engine: Engine, bad: int) -> None:
     """Make the target's embedding of one token NaN. Its output matrix and its draft stay as they are, but the draft no
     longer proposes the token, which would end a request that the baseline completes."""
-    embedding = engine._model.embedding.clone()
+    embedding = engine.parts.model.embedding.clone()
     embedding[bad] = torch.nan
-    engine._model.embedding = embedding
-    drafter = engine._worker.decode_step.drafter
+    engine.parts.model.embedding = embedding
+    drafter = engine.parts.worker.decode_step.drafter
     propose = drafter.propose
 
     def without(step: StepInput) -> Proposal:
@@ -82,7 +82,7 @@ def test_only_the_request_itself_fails(
             assert [item.finish_reason for item in failed] == ["error"] * len(broken)
             assert all("not finite after token" in str(item.error) and not item.token_ids for item in failed)
         engine.forget_prefixes()
-        assert engine._scheduler._pool.free == engine._scheduler._pool.total
+        assert engine.parts.scheduler.pool.free == engine.parts.scheduler.pool.total
 
 
 @pytest.mark.parametrize("schedule", ["v1", "v2"])
@@ -123,7 +123,7 @@ def test_logits_that_break_later_keep_the_tokens_before(
     prompts = [list(prompt) for prompt in toy.prompts()[3:6]]
     expected = [item.token_ids for item in engine.generate(prompts, GREEDY)]
     engine.forget_prefixes()
-    scores = engine._worker.decode_step.model.scores
+    scores = engine.parts.worker.decode_step.model.scores
     calls = 0
 
     def overflow(hidden: torch.Tensor, *, greedy: bool) -> Any:
@@ -134,7 +134,7 @@ def test_logits_that_break_later_keep_the_tokens_before(
             found[1] = torch.inf
         return found
 
-    engine._worker.decode_step.model.scores = overflow  # type: ignore[method-assign]
+    engine.parts.worker.decode_step.model.scores = overflow  # type: ignore[method-assign]
     ended: list[Completion] = []
     params = [replace(GREEDY, max_new_tokens=count) for count in (4, 10, 10)]
     found = engine.generate(prompts, params, on_completion=ended.append)
@@ -149,7 +149,7 @@ def test_features_of_the_previous_request_are_dropped(targets: Targets) -> None:
     """A draft head runs all buffered pairs of a slot; those after the ready ones must be finite, too."""
     with targets.engine("llama", "eagle3", "v2") as engine:
         expected = [(item.token_ids, item.metrics.drafted) for item in engine.generate(GOOD, GREEDY)]
-        drafter: Any = engine._worker.decode_step.drafter
+        drafter: Any = engine.parts.worker.decode_step.drafter
         drafter._waiting.fill_(torch.nan)
         propose = drafter.propose
 

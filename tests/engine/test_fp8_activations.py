@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from stand_ins import planned_draft_lengths
 
 from specbatch import Engine, SpecbatchError, weights
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
@@ -18,7 +19,6 @@ from specbatch.core.step_input import StepInput
 from specbatch.drafters.feature_head import FeatureChain
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.step import DecodeStep
-from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.kernels.gemm.quantized import fp8_activations
 from specbatch.kernels.gemm.quantized.fp8_activations import quantizes
 from specbatch.records import low_acceptance
@@ -55,11 +55,10 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no
 
 
 @pytest.fixture
-def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+def build(tmp_path: Path, stay_quantized: Callable[..., None]) -> Iterator[Callable[..., Engine]]:
     """`build(shape, **settings)`; weights stay FP8 on a CPU, too."""
     engines: list[Engine] = []
-    for module in ("models.layers.blocks", "runtime.loader"):
-        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: True)
+    stay_quantized()
 
     def build(
         shape: dict[str, Any],
@@ -127,7 +126,7 @@ def test_draft_models_catch_up_with_quantized_activations(
     build: Callable[..., Engine], passes: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = [0, 0, 0, 2, 2, 2, 2]
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: plan.pop(0))
+    planned_draft_lengths(monkeypatch, plan)
     spec = Speculation("standalone", draft="self:skip=1", draft_tokens="auto", draft_steps=2, schedule="v1")
     engine = build(DENSE, speculation=spec, prefix_cache=False)
     passes.clear()
@@ -149,7 +148,7 @@ def test_heads_consume_pending_inputs_with_quantized_activations(
         assert {quantized for _, quantized in passes} == {True}
 
     monkeypatch.setattr(FeatureChain, "shorten", spied)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: plan.pop(0) if plan else 1)
+    planned_draft_lengths(monkeypatch, plan, after=1)
     engine = build(NEXT, speculation=Speculation("mtp", draft_tokens="auto", draft_steps=2, schedule="v1"))
     seen.clear()
     engine.generate(PROMPTS[:1], PARAMS)

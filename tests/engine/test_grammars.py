@@ -55,12 +55,10 @@ def test_answers_are_documents_of_the_schema(monkeypatch: pytest.MonkeyPatch, gr
 
 
 @pytest.mark.parametrize("cells", [200, 60_000])
-def test_requests_wait_for_the_places_of_tables(
-    monkeypatch: pytest.MonkeyPatch, toy: Any, toy_engine: Callable[..., Engine], cells: int
-) -> None:
+def test_requests_wait_for_the_places_of_tables(toy: Any, toy_engine: Callable[..., Engine], cells: int) -> None:
     """In 200 cells there is room for one table, and slots are used by requests with and without grammars."""
-    monkeypatch.setattr("specbatch.engine.schedule.scheduler.GrammarPool", lambda: GrammarPool(cells))
     engine = toy_engine(max_running=4, kv_pages=18, page_size=2, max_model_len=24, speculation=NGRAM)
+    engine.parts.scheduler.grammars = GrammarPool(cells)
     letters = "abcdefg"
     free = SamplingParams(max_new_tokens=16, ignore_eos=True)
     params = [
@@ -93,10 +91,10 @@ def test_tables_have_their_place_in_the_memory_plan(toy_engine: Callable[..., En
     """So that the first grammar of a job allocates nothing."""
     lines: list[str] = []
     engine = toy_engine(log=lines.append)
-    before = engine._worker.batch._tables
+    before = engine.parts.worker.batch._tables
     assert f"  grammars   {before.nbytes >> 20}.0 MiB for tables of regular expressions and JSON schemas" in lines
     engine.generate([[3]], SamplingParams(regex="[a-z]{4}", max_new_tokens=2))
-    assert engine._worker.batch._tables is before
+    assert engine.parts.worker.batch._tables is before
 
 
 def test_stop_strings_and_limits_end_an_answer_within_a_match(toy_engine: Callable[..., Engine]) -> None:

@@ -64,7 +64,7 @@ def test_they_are_those_of_the_model(
 def test_they_agree_with_scores_in_parts_and_come_with_the_first_sample(targets: Targets) -> None:
     engine = targets.engine("llama", "ngram")
     prompts = targets.prompts("llama")
-    engine._worker.prefill_step.workspace = 1  # one row of logits at a time
+    engine.parts.worker.prefill_step.workspace = 1  # one row of logits at a time
     done = engine.generate(prompts, SamplingParams(max_new_tokens=3, prompt_logprobs=True, n=2, temperature=1.0))
     assert [item.prompt_logprobs is None for item in done] == [False, True] * len(prompts)
     scores = engine.score([(prompt[:1], prompt[1:]) for prompt in prompts])

@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from specbatch.engine.setup import builder
 SHORT, LONG = (SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 38))
 
 
-def on_other_rank(method: Callable[..., Any], fault: Callable[[], None], calls: int = 0) -> Callable[..., Any]:
-    """`method`, but after so many calls of the other rank `fault` comes first there."""
+@contextmanager
+def fault_of_other_rank(owner: Any, name: str, fault: Callable[[], object], calls: int = 0) -> Iterator[None]:
+    """After so many calls of a method by the other rank, `fault` comes first there."""
+    method = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -34,7 +37,9 @@ def on_other_rank(method: Callable[..., Any], fault: Callable[[], None], calls: 
                 fault()
         return method(*args, **kwargs)
 
-    return call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield
 
 
 def raises() -> None:
@@ -48,10 +53,9 @@ def built(targets: Targets) -> Engine:
 @pytest.mark.parametrize("place", ["_load", "_record_graphs"])
 def test_a_rank_that_cannot_be_built_is_named(targets: Targets, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     thread_group(monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr(builder, place, on_other_rank(getattr(builder, place), raises))
-        with pytest.raises(SpecbatchError, match="rank 1 failed: ZeroDivisionError: of a test; "):
-            built(targets)
+    message = "rank 1 failed: ZeroDivisionError: of a test; "
+    with fault_of_other_rank(builder, place, raises), pytest.raises(SpecbatchError, match=message):
+        built(targets)
     assert len(built(targets).generate([[3, 4]], SHORT)[0].token_ids) == 6
 
 
@@ -78,8 +82,8 @@ def test_a_closed_group_has_no_threads(targets: Targets, monkeypatch: pytest.Mon
 def test_what_has_finished_before_a_rank_fails_is_kept(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
     thread_group(monkeypatch)
     engine, kept = built(targets), list[Completion]()
-    monkeypatch.setattr(DecodeStep, "__call__", on_other_rank(DecodeStep.__call__, raises, calls=9))
-    with pytest.raises(SpecbatchError, match="rank 1 failed: ZeroDivisionError"):
+    fault = fault_of_other_rank(DecodeStep, "__call__", raises, calls=9)
+    with fault, pytest.raises(SpecbatchError, match="rank 1 failed: ZeroDivisionError"):
         engine.generate([[3, 4], [5, 6]], [SHORT, LONG], on_completion=kept.append)
     assert [len(item.token_ids) for item in kept] == [6]
     for work in (lambda: engine.generate([[3]], SHORT), lambda: engine.score([([3], [4])])):
@@ -93,9 +97,8 @@ def test_a_rank_that_falls_silent_is_named(targets: Targets, monkeypatch: pytest
     monkeypatch.setattr(rank_group, "BEAT_S", 0.1)
     monkeypatch.setattr(rank_group, "SILENT_BEATS", 20)
     monkeypatch.setattr(rank_link.Link, "_send_beat", lambda link: stuck.wait())
-    monkeypatch.setattr(DecodeStep, "__call__", on_other_rank(DecodeStep.__call__, stuck.wait, calls=9))
-    start = time.monotonic()
-    with pytest.raises(SpecbatchError, match="rank 1 has not answered for 2 s, as if its process were stopped"):
+    start, fault = time.monotonic(), fault_of_other_rank(DecodeStep, "__call__", stuck.wait, calls=9)
+    with fault, pytest.raises(SpecbatchError, match="rank 1 has not answered for 2 s, as if its process were stopped"):
         engine.generate([[3, 4]], LONG)
     assert time.monotonic() - start < 10
     stuck.set()
@@ -115,10 +118,8 @@ def test_ctrl_c_between_launches_leaves_the_ranks_together(targets: Targets, mon
             if calls == last + 1:  # while rank 0 is within the same launch, which waits for this rank
                 os.kill(os.getpid(), signal.SIGINT)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(DecodeStep, "verify", on_other_rank(DecodeStep.verify, interrupt))
-            with pytest.raises(KeyboardInterrupt):
-                engine.generate([[3, 4]], LONG)
+        with fault_of_other_rank(DecodeStep, "verify", interrupt), pytest.raises(KeyboardInterrupt):
+            engine.generate([[3, 4]], LONG)
         assert engine.generate([[3, 4]], LONG)[0].token_ids == expected
 
 

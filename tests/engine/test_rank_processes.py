@@ -69,7 +69,7 @@ def test_processes_generate_the_tokens_of_one_and_errors_name_the_rank(model: st
     with Engine(config(model, 2)) as engine:
         assert [item.token_ids for item in engine.generate(prompts, params)] == expected
         [pid] = children()
-        engine._worker.others.send("unknown_call", ())  # type: ignore[union-attr]
+        engine.parts.worker.others.send("unknown_call", ())  # type: ignore[union-attr]
         with pytest.raises(SpecbatchError, match=r"AttributeError.*unknown_call"):
             engine.generate(prompts, LONG)
     ranks._close_groups()
@@ -164,35 +164,39 @@ def test_sizes_that_do_not_divide_are_refused_before_a_process_starts(model: str
     assert not children()
 
 
-@pytest.mark.parametrize(("omp", "threads"), [(None, 2), ("4", 6)])
-def test_ranks_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch, omp: str | None, threads: int) -> None:
-    """Also a second group; not where the user has chosen a number."""
+@pytest.fixture
+def threads_used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of threads of this process, the last of which counts, on six cores."""
     used = [6]
     monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    return used
+
+
+@pytest.mark.parametrize(("omp", "threads"), [(None, 2), ("4", 6)])
+def test_ranks_on_a_cpu_share_its_cores(
+    monkeypatch: pytest.MonkeyPatch, threads_used: list[int], omp: str | None, threads: int
+) -> None:
+    """Also a second group; not where the user has chosen a number."""
     monkeypatch.delenv("OMP_NUM_THREADS") if omp is None else monkeypatch.setenv("OMP_NUM_THREADS", omp)
     assert [ranks._divide_cores(3), ranks._divide_cores(3)] == [threads, threads]
-    assert used[-1] == threads
+    assert threads_used[-1] == threads
 
 
-def test_threads_come_back_with_the_last_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_come_back_with_the_last_engine(monkeypatch: pytest.MonkeyPatch, threads_used: list[int]) -> None:
     """An engine on one device that follows would else compute with the threads of a rank."""
     monkeypatch.setattr(ranks, "_divided", [])  # engines of other tests may be open
     monkeypatch.setattr(ranks, "_undivided", [])
-    used = [6]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: used[-1])
-    monkeypatch.setattr(torch, "set_num_threads", used.append)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     thread_group(monkeypatch)
     divided = EngineConfig("toy", load_format="dummy", device="cpu", tensor_parallel=2, memory_fraction=0.2)
     with Engine(divided) as first:
         with Engine(divided, weights_of=first):
-            assert used[-1] == 3
-        assert used[-1] == 3
-    assert used[-1] == 6
+            assert threads_used[-1] == 3
+        assert threads_used[-1] == 3
+    assert threads_used[-1] == 6
     monkeypatch.setattr("specbatch.engine.setup.builder._load", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Engine(divided)
-    assert used[-1] == 6
+    assert threads_used[-1] == 6

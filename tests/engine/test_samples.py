@@ -107,7 +107,7 @@ def test_samples_under_memory_pressure(
             assert tokens_of(engine.generate(prompts, params)) == expected
             assert engine.record().metrics["retractions"] or name != "none"
             engine.forget_prefixes()
-            assert engine._scheduler._pool.free == 30
+            assert engine.parts.scheduler.pool.free == 30
 
 
 def test_aborting_a_prompt_ends_all_its_samples(toy: Any, toy_engine: Callable[..., Engine]) -> None:

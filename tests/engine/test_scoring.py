@@ -69,7 +69,7 @@ def compare(toy: Any, pairs: list[Pair], found: list[Likelihood], tolerance: flo
 def test_scores_match_float64(toy: Any, toy_engine: Callable[..., Any], settings: dict[str, Any]) -> None:
     pairs, seen = pairs_of(toy), []
     with toy_engine(**settings) as engine:
-        step = engine._worker.score_step
+        step = engine.parts.worker.score_step
         step.workspace = 3 * 16 * step.model.config.vocab_size  # three rows of logits at a time
         found = engine.score(pairs, on_score=lambda index, likelihood: seen.append((index, likelihood)))
     compare(toy, pairs, found, 1e-4)
@@ -120,8 +120,10 @@ def check_likelihoods(targets: Targets, name: str, tolerance: float, **settings:
 
 def test_ties_are_greedy_for_the_lowest_token(toy_engine: Callable[..., Any]) -> None:
     with toy_engine() as engine:
-        head = engine._model.logits
-        engine._model.logits = lambda hidden: torch.zeros_like(head(hidden)).index_fill_(1, torch.tensor([5, 9]), 1.0)
+        head = engine.parts.model.logits
+        engine.parts.model.logits = lambda hidden: torch.zeros_like(head(hidden)).index_fill_(
+            1, torch.tensor([5, 9]), 1.0
+        )
         low, high = engine.score([([1], [5]), ([1], [9])])
     assert low.logprob == high.logprob
     assert (low.is_greedy, high.is_greedy) == (True, False)
@@ -143,8 +145,8 @@ def test_texts_share_common_prefixes(toy_engine: Callable[..., Any]) -> None:
     found, computed = [], []
     for settings in ({}, {"prefill_chunk": 16}, {"prefix_cache": False}):
         with toy_engine(max_running=10, **settings) as engine:
-            forward, seen = engine._worker.score_step.forward, []
-            engine._worker.score_step.forward = lambda metadata, *rest, seen=seen, forward=forward: (
+            forward, seen = engine.parts.worker.score_step.forward, []
+            engine.parts.worker.score_step.forward = lambda metadata, *rest, seen=seen, forward=forward: (
                 seen.append(metadata.count) or forward(metadata, *rest)
             )
             found.append(engine.score(pairs))

@@ -34,14 +34,14 @@ def tokens(engine: Engine) -> list[list[int]]:
 def test_engines_that_share_weights_give_the_same_tokens():
     with build() as first, build(first, max_model_len=200, speculation=Speculation("ngram", "v1")) as second:
         assert tokens(second) == tokens(first)
-        assert second._model.embedding is first._model.embedding
+        assert second.parts.model.embedding is first.parts.model.embedding
         assert all(
             ours.mixer.qkv is theirs.mixer.qkv
-            for ours, theirs in zip(second._model.layers, first._model.layers, strict=True)
+            for ours, theirs in zip(second.parts.model.layers, first.parts.model.layers, strict=True)
         )
 
 
-def test_a_longer_request_than_the_lenders_works():
+def test_a_longer_request_than_in_the_first_engine_works():
     long = [list(range(1, 151))]
     params = SamplingParams(max_new_tokens=20, ignore_eos=True)
     with build() as first, build(first, max_model_len=200) as shared, build(max_model_len=200) as own:
@@ -57,7 +57,7 @@ def test_shared_weights_take_no_memory_in_the_plan():
     assert any("weights shared" in line for line in lines)
 
 
-def test_the_lender_may_close_first():
+def test_the_first_engine_may_close_first():
     first = build()
     expected = tokens(first)
     with build(first) as second:
@@ -80,7 +80,7 @@ def test_other_weights_are_refused(changes, message):
         build(first, **changes)
 
 
-def test_a_closed_lender_is_refused():
+def test_a_closed_engine_is_refused():
     first = build()
     first.close()
     with pytest.raises(SpecbatchError, match="weights_of='a closed engine'"):
@@ -107,7 +107,7 @@ def test_engines_that_run_in_turn_use_one_kv_pool() -> None:
         for _ in range(2):
             for engine in (first, *others):
                 assert engine.plan.kv_pages == 24
-                assert engine._worker.decode_step.cache.keys is first._worker.decode_step.cache.keys
+                assert engine.parts.worker.decode_step.cache.keys is first.parts.worker.decode_step.cache.keys
                 assert tokens(engine) == expected
         assert [engine.plan.own_kv > 0 for engine in others] == [False, True, True], "drafts have pools of their own"
 

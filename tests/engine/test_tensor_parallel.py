@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 from typing import Any
 
 import lossless
@@ -12,7 +11,6 @@ from stand_ins import fake_graphs
 from targets import Targets
 from thread_ranks import thread_group
 
-from specbatch import Engine
 from specbatch.config.engine_config import Graphs
 
 EVERY = [
@@ -43,9 +41,11 @@ def test_progress_at_start_is_that_of_all_ranks(
     thread_group(monkeypatch)
     fake_graphs(monkeypatch)
     found: list[tuple[int, int]] = []
-    monkeypatch.setattr("targets.Engine", partial(Engine, report=lambda *progress: found.append(progress)))
-    engine = targets.engine("llama", drafter, tensor_parallel=2, graphs=Graphs("whole", "piecewise"))
-    recordings = sum(len(item) for item in engine._worker.recordings())
+    engine = targets.engine(
+        "llama", drafter, tensor_parallel=2, graphs=Graphs("whole", "piecewise"),
+        report=lambda *progress: found.append(progress),
+    )  # fmt: skip
+    recordings = sum(len(item) for item in engine.parts.worker.recordings())
     layers = 4 * (2 if drafter == "model" else 1)
     assert found[-1] == (2 * (layers + recordings),) * 2
     assert all(before <= after for (before, _), (after, _) in itertools.pairwise(found))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.core.output_text import OutputText
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.engine.scoring import Likelihood, OnScore
+from specbatch.evals.grid import Evaluation
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
+from specbatch.sweeps.run.benchmark import Benchmark
 
 SPECIAL = {"<s>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
 Reply = Callable[[str], str]
@@ -101,6 +104,7 @@ class FakeEngine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         concurrency: int | None = None,
+        arrivals: Sequence[float] | None = None,
         on_completion: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
         assert isinstance(params, Sequence)
@@ -147,6 +151,75 @@ def sums(first: int, count: int) -> list[dict[str, str]]:
     """GSM8K-like rows about `first`, `first + 1`, ...; each question ends in the number it asks for."""
     numbers = range(first, first + count)
     return [{"question": f"What comes before {n + 1}? #{n}", "answer": f"One less.\n#### {n}"} for n in numbers]
+
+
+class EngineOfPoints(FakeEngine):
+    """One of `EnginesOfPoints`. Warm-ups and measurements alternate.
+
+    forgotten   how many calls there were each time that prefixes were forgotten
+    """
+
+    def __init__(self, engines: EnginesOfPoints, name: str, config: EngineConfig) -> None:
+        super().__init__(self._reply)
+        self.engines, self.name, self.config = engines, name, config
+        self.forgotten: list[int] = []
+
+    def _reply(self, text: str) -> str:
+        if self.name in self.engines.broken:
+            raise self.engines.error
+        other = self.name == "v2" and "#100\n" in text.rsplit("Question", 1)[-1]
+        return ("? " if other else "") + self.engines.reply(text)
+
+    def generate(self, *prompts: Any, **how: Any) -> list[Completion]:
+        measures = len(self.calls) % 2 == 1
+        self.stop_after = self.engines.stop_after.get(self.name) if measures else None
+        return super().generate(*prompts, **how)
+
+    def record(self, **known: Any) -> RunRecord:
+        found = super().record(**known)
+        if self.name in self.engines.lost:
+            found.counters["replaced_replicas"] = 1
+        return found
+
+    def forget_prefixes(self) -> None:
+        self.forgotten.append(len(self.calls))
+
+
+class EnginesOfPoints:
+    """Engines of a sweep or an evaluation, which give the same answers, except for v2's first question.
+
+    broken      configurations whose requests raise `error`; unbuilt: those that cannot be loaded
+    lost        configurations that lose a replica
+    stop_after  by configuration: completions of a measurement, before it is interrupted
+    made        the engines that were loaded last, of `loads` times
+    """
+
+    def __init__(self, reply: Reply) -> None:
+        self.reply = reply
+        self.broken: tuple[str, ...] = ()
+        self.unbuilt: tuple[str, ...] = ()
+        self.lost: tuple[str, ...] = ()
+        self.error: Exception = MemoryError("no room")
+        self.stop_after: dict[str, int] = {}
+        self.made: dict[str, EngineOfPoints] = {}
+        self.loads = 0
+
+    @contextmanager
+    def load(self, group: Mapping[str, EngineConfig]) -> Iterator[dict[str, EngineOfPoints]]:
+        self.loads += 1
+        if {*group} & {*self.unbuilt}:
+            raise self.error
+        self.made = {name: EngineOfPoints(self, name, config) for name, config in group.items()}
+        yield self.made
+
+
+@pytest.fixture
+def engines(mixed_reply: Reply, monkeypatch: pytest.MonkeyPatch) -> EnginesOfPoints:
+    """In place of those that sweeps and evaluations load."""
+    found = EnginesOfPoints(mixed_reply)
+    for kind in (Evaluation, Benchmark):
+        monkeypatch.setattr(kind, "load", lambda workload, group, log, failed: found.load(group))
+    return found
 
 
 @pytest.fixture(scope="session")

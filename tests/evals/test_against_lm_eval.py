@@ -40,7 +40,7 @@ def is_asked_alike(case: Case) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", filter(is_asked_alike, CASES), ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if is_asked_alike(case)], ids=str)
 def test_case_with_specbatch_as_a_model_of_lm_eval(case: Case, bench: Bench) -> None:
     assert bench.run_as_model(case) == {}
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import pickle
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -13,74 +14,36 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_ray import FakeRay
 from lm_eval.api.task import ConfigurableTask
-from made_runs import make_report
 
 from specbatch.cli.report import _scores
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.evals.grid import GridOptions, _grid, load_grid, run_grid
-from specbatch.evals.grid_table import Grid, _differing, _paired, _speedup
-from specbatch.evals.report import EvalReport
+from specbatch.evals.grid import Evaluation, GridOptions, load_grids, run_grids
+from specbatch.evals.grid_table import Grid, load_grid
 from specbatch.evals.run import EvalOptions, run_eval
-from specbatch.jobs.configurations import named
 from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
+from specbatch.replicas import ray_cluster
+from specbatch.replicas.cluster import Cluster
 from specbatch.sweeps.report.compare import compare
-from specbatch.sweeps.report.tables import load_records, markdown, table
+from specbatch.sweeps.report.points import load_records
+from specbatch.sweeps.report.tables import markdown, table
+from specbatch.sweeps.run import blocks
+from specbatch.sweeps.run.configurations import named
 
-CONFIGS = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v1", "v2"))
+CONFIGS = named(EngineConfig(device="cpu", speculation=Speculation("ngram")), ("baseline", "v1", "v2"))
 Run = Callable[..., Grid]
 
 
-class Engines:
-    """Engines that give the same answers, except for v2's first question. broken: configurations that fail."""
-
-    def __init__(self, make: Any, reply: Any) -> None:
-        self.make, self.reply = make, reply
-        self.broken: tuple[str, ...] = ()
-        self.error: Exception = MemoryError("no room")
-        self.stop_after: dict[str, int] = {}
-        self.made: dict[str, Any] = {}
-        self.loads = 0
-
-    @contextmanager
-    def __call__(self, group: Any) -> Iterator[dict[str, Any]]:
-        self.loads += 1
-        self.made = {name: self._engine(name, config) for name, config in group.items()}
-        yield self.made
-
-    def _engine(self, name: str, config: EngineConfig) -> Any:
-        def reply(text: str) -> str:
-            if name in self.broken:
-                raise self.error
-            return ("? " if name == "v2" and "#100\n" in text.rsplit("Question", 1)[1] else "") + self.reply(text)
-
-        engine = self.make(reply)
-        engine.forgotten = []  # calls before prefixes were forgotten
-        engine.forget_prefixes = lambda: engine.forgotten.append(len(engine.calls))
-        plain, generate = engine.record, engine.generate
-        engine.record = lambda **known: replace(plain(**known), config=config.as_dict() | {"model": "fake"})
-
-        def measured(*args: Any, **how: Any) -> Any:
-            engine.stop_after = None if len(engine.calls) % 2 == 0 else self.stop_after.get(name)
-            return generate(*args, **how)
-
-        engine.generate = measured  # warm-ups and measurements alternate
-        return engine
-
-
 @pytest.fixture
-def engines(make_engine: Any, mixed_reply: Any) -> Engines:
-    return Engines(make_engine, mixed_reply)
-
-
-@pytest.fixture
-def evaluate_all(engines: Engines, scored_file: Path, shots_file: Path, tmp_path: Path) -> Run:
+def evaluate_all(engines: Any, scored_file: Path, shots_file: Path, tmp_path: Path) -> Run:
     def run(concurrency: tuple[int, ...] = (2,), repeats: int = 1, most: int | None = None, **changes: Any) -> Grid:
         task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3, **changes)
         options = GridOptions(task, concurrency, repeats, most)
-        return run_grid(CONFIGS, engines, options, tmp_path, failed={}, progress=lambda *at, **_: seen.append(at))
+        run.options = [options]  # type: ignore[attr-defined]
+        return run_grids(CONFIGS, [options], tmp_path, report=lambda *at, **_: seen.append(at))["gsm8k"]
 
     seen: list[tuple[int, int]] = []
     run.seen = seen  # type: ignore[attr-defined]
@@ -88,7 +51,7 @@ def evaluate_all(engines: Engines, scored_file: Path, shots_file: Path, tmp_path
 
 
 def test_prompts_that_do_not_fit_are_refused_before_engines_load(
-    engines: Engines, make_engine: Any, scored_file: Path, shots_file: Path, tmp_path: Path, monkeypatch: Any
+    engines: Any, make_engine: Any, scored_file: Path, shots_file: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     tokenizer = make_engine(str).tokenizer
     monkeypatch.setattr(
@@ -97,12 +60,12 @@ def test_prompts_that_do_not_fit_are_refused_before_engines_load(
     configs = CONFIGS | {"v2": replace(CONFIGS["v2"], max_model_len=400)}
     task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
     with pytest.raises(SpecbatchError, match=r"max_model_len=400: question 7 of gsm8k, the longest, has \d+ prompt"):
-        run_grid(configs, engines, GridOptions(task, (2, 1)), tmp_path, failed={})
+        run_grids(configs, [GridOptions(task, (2, 1))], tmp_path)
     assert engines.loads == 0
 
 
 def test_table_has_accuracy_beside_speed(
-    evaluate_all: Run, engines: Engines, make_engine: Any, scored_file: Path, shots_file: Path, tmp_path: Path
+    evaluate_all: Run, engines: Any, make_engine: Any, scored_file: Path, shots_file: Path, tmp_path: Path
 ) -> None:
     found = evaluate_all((1, 4))
     rows = found.rows()
@@ -196,9 +159,7 @@ def test_repeats_are_interleaved_and_give_an_interval(evaluate_all: Run) -> None
     assert (rows[1]["speedup_low"], rows[1]["speedup_high"]) == (1.0, 1.0)
 
 
-def test_interrupted_grid_continues_with_the_missing_points(
-    evaluate_all: Run, engines: Engines, tmp_path: Path
-) -> None:
+def test_interrupted_grid_continues_with_the_missing_points(evaluate_all: Run, engines: Any, tmp_path: Path) -> None:
     engines.stop_after = {"v1": 3}
     with pytest.raises(
         KeyboardInterrupt, match=r"^kept 1 of 3 points in .*; the same command with this --out continues"
@@ -208,16 +169,13 @@ def test_interrupted_grid_continues_with_the_missing_points(
     engines.stop_after = {}
     rows = evaluate_all().rows()
     assert [row.get("same_answers") for row in rows[:3]] == [None, 8, 7]
-    assert engines.made["baseline"].calls == []
     assert all(row["output_throughput"] for row in rows)
     with pytest.raises(SpecbatchError, match="is of an evaluation with another"):
         evaluate_all(temperature=0.6)
-    loads = engines.loads
     assert evaluate_all().rows() == rows
-    assert engines.loads == loads
 
 
-def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Engines, tmp_path: Path) -> None:
+def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Any, tmp_path: Path) -> None:
     engines.broken = ("v1",)
     found = evaluate_all((2, 3))
     assert found.left_out == dict.fromkeys([f"v1 at concurrency {n}" for n in (2, 3)], "MemoryError: no room")
@@ -229,7 +187,7 @@ def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Eng
     assert [row["configuration"] for row in evaluate_all((2, 3)).rows()] == list(CONFIGS) * 2
 
 
-def test_notes_explain_no_ratio_where_only_the_baseline_is_left(evaluate_all: Run, engines: Engines) -> None:
+def test_notes_explain_no_ratio_where_only_the_baseline_is_left(evaluate_all: Run, engines: Any) -> None:
     engines.broken = ("v1", "v2")
     found = evaluate_all((2,))
     assert "± standard error. TTFT and TPOT" in found.table()
@@ -238,7 +196,7 @@ def test_notes_explain_no_ratio_where_only_the_baseline_is_left(evaluate_all: Ru
     assert found.table().count(" Note: as in lm-eval. Note: greedy.") == 1
 
 
-def test_what_all_points_refuse_is_refused_once(evaluate_all: Run, engines: Engines) -> None:
+def test_what_all_points_refuse_is_refused_once(evaluate_all: Run, engines: Any) -> None:
     engines.broken, engines.error = tuple(CONFIGS), refuse("limit", 9, "use at most 8")
     with pytest.raises(SpecbatchError, match=r"^limit=9: use at most 8$"):
         evaluate_all((1, 2))
@@ -255,7 +213,7 @@ def test_report_of_the_same_folder_has_the_same_speedups(
     evaluate_all: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have two bases, which differ in their prefill graphs as the configurations with speculation do."""
-    more = named(EngineConfig(speculation=Speculation("ngram")), ("baseline+piecewise", "v2+piecewise"))
+    more = named(EngineConfig(device="cpu", speculation=Speculation("ngram")), ("baseline+piecewise", "v2+piecewise"))
     for name, config in more.items():
         monkeypatch.setitem(CONFIGS, name, config)
     evaluate_all((2,), repeats=2)
@@ -279,64 +237,62 @@ def test_report_of_the_same_folder_has_the_same_speedups(
     assert "v2+piecewise is compared with baseline+piecewise, the others with baseline.\n" in text
 
 
-def test_repeats_that_failed_are_left_out_by_name():
-    """They are no speed of 0."""
-    reports: dict[tuple[int, str], list[EvalReport]] = {}
-    for name, speeds in (("baseline", [100.0, 100.0]), ("v1", [150.0, 0.0])):
-        for speed in speeds:
-            made = make_report("1101")
-            for row in made.questions:
-                row["token_ids"] = [1]
-            made.record.metrics["output_throughput"] = speed
-            if not speed:
-                made.record.metrics["requests"] = 0
-                made.record.counters["errors"] = {"down": 4}
-            reports.setdefault((4, name), []).append(made)
-    configs = {"baseline": EngineConfig(), "v1": EngineConfig(speculation=Speculation("ngram", "v1"))}
-    grid = _grid(reports, configs, {}, 2)
-    assert {place: len(known) for place, known in grid.reports.items()} == {(4, "baseline"): 2, (4, "v1"): 1}
-    assert grid.left_out == {"v1 at concurrency 4, repeat 2 of 2": "every request failed: down (4)"}
-    assert _speedup(*grid.reports.values())["speedup"] == 1.5
-    assert "1 of 2" in grid.table()
-
-
-def test_settings_that_differ_are_named() -> None:
-    shared = {"model": "toy", "speculation": {"draft_tokens": 1}, "graphs": {}}
-    configs = {"a": shared | {"prefill_chunk": 8, "speculation": {}}, "b": shared | {"prefill_chunk": 16}}
-    assert _differing(configs) == {"a": "; prefill_chunk=8", "b": "; prefill_chunk=16"}
-    assert _differing({}) == {}
-
-
-def test_a_difference_of_graded_scores_has_a_standard_error_unless_all_are_equal() -> None:
-    old, new = make_report("1100"), make_report("1100")
-    for report in (old, new):
-        for row in report.questions:
-            row |= {"token_ids": [1], "scores": {"loose": {"match": 0.4}}}
-    assert "difference_stderr" not in _paired(old, new)
-    new.questions[0]["scores"]["loose"]["match"] = 0.8
-    assert _paired(old, new)["difference_stderr"] == pytest.approx(0.1)
-
-
-def test_configurations_that_cannot_share_weights_load_in_each_round(
-    engines: Engines, scored_file: Path, shots_file: Path, tmp_path: Path
+def test_an_engine_that_cannot_be_built_is_left_out_by_name(
+    engines: Any, scored_file: Path, shots_file: Path, tmp_path: Path
 ) -> None:
-    """One group after the other, in the other order in the next round; a group that fails is left out."""
     task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
     configs = {**CONFIGS, "two": replace(CONFIGS["v1"], data_parallel=2)}
-    grid = run_grid(configs, engines, GridOptions(task, (2, 4), 2), tmp_path / "all", failed={})
-    assert {place: len(reports) for place, reports in grid.reports.items()} == {
-        (size, name): 2 for size in (2, 4) for name in configs
-    }
-    assert engines.loads == 3  # 1, 2 and 1 again
-
-    @contextmanager
-    def load(group: Any) -> Iterator[dict[str, Any]]:
-        if "two" in group:
-            raise MemoryError("no room")
-        with engines(group) as made:
-            yield made
-
-    failed: dict[str, str] = {}
-    grid = run_grid(configs, load, GridOptions(task, (2,), 2), tmp_path / "some", failed=failed)
+    engines.unbuilt = ("two",)
+    why = {"v2+piecewise": "needs a CUDA device"}
+    [grid] = run_grids(configs, [GridOptions(task, (2,))], tmp_path, left_out=why).values()
     assert {name for _, name in grid.reports} == {*CONFIGS}
-    assert failed == {"two": "MemoryError: no room"}
+    assert grid.left_out == {**why, "two": "MemoryError: no room"}
+    assert load_grid(tmp_path).table() == grid.table()
+
+
+def test_several_tasks_have_a_folder_and_a_table_each(engines: Any, tmp_path: Path) -> None:
+    """And samples of each."""
+    engines.reply = lambda text: " 4"
+    samples = {"gsm8k": [0, 7], "one_digit_sums": [1, 3, 5]}
+    task = EvalOptions("gsm8k,one_digit_sums", num_fewshot=0, max_new_tokens=9, samples=samples)
+    tasks = GridOptions(task, (2,)).by_task()
+    found = run_grids(CONFIGS, tasks, tmp_path)
+    assert [len(next(iter(grid.reports.values()))[0].questions) for grid in found.values()] == [2, 3]
+    assert engines.loads == 1
+    for name, grid in found.items():
+        assert (tmp_path / name / "summary.md").read_text() == f"{grid.table()}\n"
+    assert {name: grid.table() for name, grid in load_grids(tasks, tmp_path).items()} == {
+        name: grid.table() for name, grid in found.items()
+    }
+    engines.broken = ("v1",)
+    assert run_grids(CONFIGS, tasks, tmp_path).keys() == found.keys()
+    assert engines.loads == 1
+    with pytest.raises(SpecbatchError, match="has two tasks whose folders have the same name"):
+        GridOptions(replace(task, task="a/x.yaml,b/x.yaml", samples=None), (2,)).by_task()
+
+
+def test_workers_of_a_cluster_measure_the_points(
+    evaluate_all: Run, engines: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The results are those of this process. A worker loads the task itself."""
+    rows = evaluate_all((2, 3)).rows()
+    ray = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    for module in (ray_cluster, blocks):
+        monkeypatch.setattr(module, "node", lambda: "10.0.0.7")
+    engines.broken = ("v1",)
+    lines: list[str] = []
+    [options] = evaluate_all.options  # type: ignore[attr-defined]
+    again = pickle.loads(pickle.dumps(Evaluation(options)))
+    assert again.options == options
+
+    def run() -> Grid:
+        how: Any = {"cluster": Cluster(least=1, most=1), "log": lines.append}
+        return run_grids(CONFIGS, [options], tmp_path / "far", **how)["gsm8k"]
+
+    found = run()
+    assert found.left_out == {f"v1 at concurrency {size}": "MemoryError: no room" for size in (2, 3)}
+    assert "concurrency 2, repeat 1: measured" in lines
+    engines.broken = ()
+    assert [row | {"engine": ""} for row in run().rows()] == [row | {"engine": ""} for row in rows]
+    assert len(ray.actors) == 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from lm_eval.api.instance import Instance
 
 from specbatch import Engine, EngineConfig, Graphs, SpecbatchError, Speculation
 from specbatch.evals.gate.gate import run_gate
-from specbatch.evals.grid import GridOptions, run_grid
+from specbatch.evals.grid import GridOptions, run_grids
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare, run_eval
@@ -344,7 +343,7 @@ def test_speculation_and_grids_are_refused(make_engine: Any, tasks: None, tmp_pa
     assert prepare(EvalOptions("one_digit_sums")).engine_config(drafting) == drafting
     options = GridOptions(EvalOptions("choice"), (1,))
     with pytest.raises(SpecbatchError, match=r"configs='baseline': task choice \(multiple_choice\) scores given texts"):
-        run_grid({"baseline": plain}, lambda _: nullcontext({}), options, tmp_path, failed={})
+        run_grids({"baseline": plain}, [options], tmp_path)
 
 
 def test_runs_pair_by_question(make_engine: Any, tasks: None, tmp_path: Path, policy: Any) -> None:

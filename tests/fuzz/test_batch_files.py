@@ -17,6 +17,7 @@ from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.engine.requests.open_requests import StreamEvent
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.batch_job import BatchJob
+from specbatch.jobs.job_settings import JobSettings
 from specbatch.text.tokenizer import ByteTokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
@@ -87,7 +88,8 @@ def run_job(folder: Path, lines: list[bytes], **options: Any) -> tuple[BatchJob,
     source, out = folder / "in.jsonl", folder / "out.jsonl"
     source.write_bytes(b"\n".join(lines))
     config = EngineConfig(model="m")
-    job = BatchJob.open(source, out, config, SamplingParams(), overwrite=True, chat_template=False, **options)
+    settings = JobSettings(overwrite=True, chat_template=False, **options)
+    job = BatchJob.open(source, out, config, SamplingParams(), settings=settings)
     assert job.run(Echo())  # type: ignore[arg-type]
     errors = Path(f"{out}.errors.jsonl")
     found = [json.loads(line) for path in (out, errors) if path.exists() for line in path.read_text().splitlines()]

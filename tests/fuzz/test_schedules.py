@@ -13,11 +13,12 @@ import pytest
 from fuzzing import Fuzz
 from lossless import slots_per_step
 from plain_decoding import check_end, check_logprobs, check_tokens, seed_of_sample
+from released import check_released
 from stand_ins import fake_graphs, late_results
 
 from specbatch import Completion, Engine, SamplingParams, Speculation
 from specbatch.config.engine_config import Graphs
-from specbatch.memory.page_pool import pages_for, reach_of
+from specbatch.memory.page_pool import pages_for, reserved_length
 
 Random = random_module.Random
 LONGEST = 48  # tokens of prompt and output
@@ -68,7 +69,7 @@ def random_engine(random: Random, toy_engine: Callable[..., Engine]) -> tuple[st
     model = random.choice(["toy"] * 4 + ["toy-nan"])
     drafter = random.choice(WITHOUT_OWN_MODEL if model == "toy-nan" else list(DRAFTERS))
     page_size = random.choice([1, 2, 4, 16])
-    need = pages_for(reach_of(LONGEST, slots_per_step(**DRAFTERS[drafter])), page_size)
+    need = pages_for(reserved_length(LONGEST, slots_per_step(**DRAFTERS[drafter])), page_size)
     engine = toy_engine(
         model=model,
         dtype="float32",
@@ -156,15 +157,6 @@ def run(engine: Engine, work: Work) -> list[Completion]:
         (index, sample) for index, params in enumerate(work.params) for sample in range(params.n)
     ]
     return done
-
-
-def check_nothing_leaks(engine: Engine) -> None:
-    scheduler = engine._scheduler
-    pool, cached = scheduler._pool, len(scheduler._cache)
-    assert not scheduler.unfinished
-    assert sorted(scheduler._slots) == list(range(1, engine.config.max_running + 1))
-    assert pool.free + cached == pool.total
-    assert pool.idle == cached
 
 
 def check_record(engine: Engine, done: list[Completion]) -> None:
@@ -265,7 +257,7 @@ def test_random_schedules(
             for _ in range(1 if fuzz.total is None else 4):
                 work = random_work(random, model, prefixes, FEW if engine.config.max_running < 16 else MANY)
                 done = run(engine, work)
-                check_nothing_leaks(engine)
+                check_released(engine)
                 everything += [(item, work.params[item.index]) for item in done]
                 if work.closes_at is not None:  # what was not read before the stream was closed is in the record only
                     fuzz.outcome("closed streams")
@@ -281,5 +273,5 @@ def test_random_schedules(
         check_answer(model, drafter, engine, [pair for pair in everything if pair[0].finish_reason != "error"], fuzz)
         fuzz.outcome("aborted", sum(item.finish_reason == "abort" for item, _ in everything))
         engine.forget_prefixes()
-        assert engine._scheduler._pool.free == engine._scheduler._pool.total
+        assert engine.parts.scheduler.pool.free == engine.parts.scheduler.pool.total
         engine.close()

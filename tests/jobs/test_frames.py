@@ -1,8 +1,7 @@
-"""Runs as pandas frames, and the page of all fields."""
+"""Runs as pandas frames."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ from swept import swept
 
 import specbatch
 from specbatch import SpecbatchError
-from specbatch.core.request import RequestMetrics
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.report.records_page import REQUEST, page
 
 
 def saved(record: RunRecord, folder: Path) -> None:
@@ -52,11 +49,3 @@ def test_a_single_record_and_what_is_none(tmp_path: Path) -> None:
     assert (len(run.points), len(run.requests), len(run.drafts)) == (1, 3, 0)
     with pytest.raises(SpecbatchError, match=r"path='.*none': no such file or folder"):
         specbatch.load_run(tmp_path / "none")
-
-
-def test_the_page_of_records_is_up_to_date() -> None:
-    """Made by `python -m specbatch.sweeps.report.records_page > docs/records.md`."""
-    docs = Path(__file__).parents[2] / "docs" / "records.md"
-    assert docs.read_text() == page()
-    row = make_record([metrics_of()]).requests[0]
-    assert row.keys() | {item.name for item in fields(RequestMetrics)} <= REQUEST.keys()

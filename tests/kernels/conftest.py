@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from assembly import create_inline_asm
 
 from specbatch.kernels import dispatch
 from specbatch.kernels.attention.verify import verify_attention_configs
@@ -82,6 +83,7 @@ def _hasten_the_interpreter() -> None:
     TritonSemantic.broadcast_impl_value = broadcast_unless_equal
     core.tensor.__init__, core.block_type.__init__ = tensor_init, block_type_init
     interpreter._get_np_dtype = lambda kind: np_dtype(core.uint64 if kind.scalar.is_ptr() else kind.scalar)
+    interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm  # it has none of its own
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
 

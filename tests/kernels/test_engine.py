@@ -21,7 +21,7 @@ from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.kernels.attention import context_kv_triton, qkv_triton
 from specbatch.kernels.attention.deterministic import span_attention_triton, span_latents_triton
 from specbatch.kernels.attention.latent import latent_attention_triton
-from specbatch.kernels.attention.prefill.prefill_backends import _Triton
+from specbatch.kernels.attention.prefill.prefill_backends import TritonPrefill
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.attention.verify import verify_attention_triton
 from specbatch.kernels.dispatch import use_deterministic
@@ -87,7 +87,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         context_kv_triton: ["write_context_kv", "write_verified_kv"],
         elementwise_triton: ["rms_norm", "silu_and_mul", "gelu_and_mul"],
         latent_attention_triton: ["latent_prefill", "latent_verify", "write_latent"],
-        qkv_triton: ["split_qkv_rope"],
+        qkv_triton: ["split_qkv_rope", "write_latent"],
         tree_draft_triton: ["expand", "prune"],
         experts_triton: ["fused_moe"],
         gated_delta_prefill_triton: ["delta_prefill"],
@@ -110,8 +110,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         for name in names:
             spy(module, name)
     force_kernels()
-    monkeypatch.setattr("specbatch.kernels.gemm.linear.is_blocked", lambda dtype, device: False)
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: _Triton())
+    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: TritonPrefill())
     monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: rows <= 8)
     return called
 
@@ -189,7 +188,7 @@ def test_logits_in_deterministic_mode_do_not_depend_on_company(
     monkeypatch: pytest.MonkeyPatch, kernels: set[str], name: str
 ) -> None:
     """Up to rounding: the interpreter's GEMMs are numpy's. tests/lossless/test_deterministic_gpu.py compares bits."""
-    monkeypatch.setattr("company.prefill_backend", lambda *_, **__: _Triton())
+    monkeypatch.setattr("company.prefill_backend", lambda *_, **__: TritonPrefill())
     company, texts = Company(name, torch.float32, trees=False), [[5, 6, 7, 8, 9] * 2, [4, 5]]
     with use_deterministic():
         alone, together = [company.alone(text) for text in texts], company.together(texts, Random(3))
@@ -337,7 +336,7 @@ def test_padding_rows_and_piecewise_graphs(
     graphs = engine.record().counters["graphs"]
     assert graphs["decode"]["padded"] > 0
     assert all(item["replays"] and not item["fallbacks"] for item in graphs.values())
-    assert int(engine._worker.batch.lengths[0]) == 1
+    assert int(engine.parts.worker.batch.lengths[0]) == 1
     assert loaded  # short prompts went through one graph
 
 

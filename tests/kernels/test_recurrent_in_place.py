@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, delta_verify_ref
-from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory, ssd_verify_ref
+from specbatch.kernels.recurrent.gated_delta import delta_verify_ref
+from specbatch.kernels.recurrent.inputs import DeltaHeads, DeltaInputs, Pending, SsdHeads, SsdInputs, SsdMemory
+from specbatch.kernels.recurrent.mamba2 import ssd_verify_ref
 from specbatch.kernels.recurrent.state_replay import StateReplay
 from specbatch.sweeps.microbench.recurrent_in_place import delta_in_place, mamba_in_place
 
@@ -23,13 +24,13 @@ def test_gated_delta_in_place(device: torch.device) -> None:
     torch.manual_seed(0)
     gates = [torch.randn(2, device=device) for _ in range(2)]
     heads = DeltaHeads(1, 2, 32, 32, *gates, torch.ones(32, device=device), 1e-6)
-    qkv, z, b, a = (torch.randn(BATCH, width, device=device) for width in (128, 64, 2, 2))
+    columns = [torch.randn(BATCH, width, device=device) for width in (128, 64, 2, 2)]
     state = torch.randn(BATCH, 2, 32, 32, device=device)
     shapes = (1, 32), (2, 32), (2,)
     pending = Pending(*(torch.zeros(BATCH + 1, 1, *shape, device=device) for shape in shapes))
     rows = torch.cat([state[:1], state])  # device row 0 is padding
-    wanted, _ = (delta_verify_ref(qkv, z, b, a, heads, rows, pending, replay) for replay in replays(device))
-    y = delta_in_place(qkv, z, b, a, heads, state)
+    wanted, _ = (delta_verify_ref(DeltaInputs(*columns, heads, rows), pending, replay) for replay in replays(device))
+    y = delta_in_place(DeltaInputs(*columns, heads, state))
     torch.testing.assert_close(state, rows[1:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
 
@@ -37,11 +38,11 @@ def test_gated_delta_in_place(device: torch.device) -> None:
 def test_mamba2_in_place(device: torch.device) -> None:
     torch.manual_seed(0)
     heads = SsdHeads(4, 16, 2, 16, *torch.randn(3, 4, device=device), Norm(torch.ones(64, device=device), 1e-5))
-    xbc, dt, z = (torch.randn(BATCH, width, device=device) for width in (128, 4, 64))
+    columns = [torch.randn(BATCH, width, device=device) for width in (128, 4, 64)]
     state = torch.randn(BATCH, 4, 16, 16, device=device)
     rows = torch.cat([state[:1], state])
     memory = SsdMemory(rows, torch.zeros(BATCH + 1, 1, 64 + 32 + 4, device=device))
-    wanted, _ = (ssd_verify_ref(xbc, dt, z, heads, memory, replay) for replay in replays(device))
-    y = mamba_in_place(xbc, dt, z, heads, state)
+    wanted, _ = (ssd_verify_ref(SsdInputs(*columns, heads, memory), replay) for replay in replays(device))
+    y = mamba_in_place(SsdInputs(*columns, heads, SsdMemory(state, memory.pending)))
     torch.testing.assert_close(state, rows[1:], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)

@@ -15,6 +15,7 @@ from specbatch import EngineConfig, Speculation
 from specbatch.algorithms import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError
+from specbatch.models.decoder import tensor_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.weights import open_checkpoint
 
@@ -66,7 +67,7 @@ def check_another_target(algorithm: str, published: dict[str, Any], folder: Path
 
 
 def random_tensors(config: DFlashConfig) -> dict[str, torch.Tensor]:
-    return {name: torch.randn(shape) for name, shape in config.tensor_shapes().items()}
+    return {name: torch.randn(shape) for name, shape in tensor_shapes(config).items()}
 
 
 def opened(

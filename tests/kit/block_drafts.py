@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.drafters.dflash import DFlashDrafter
-from specbatch.models.decoder import Decoder, Features
+from specbatch.models.decoder import Decoder, Features, tensor_shapes
 from specbatch.models.heads.dflash import DFlash, DFlashConfig
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 
 VOCABULARY, HIDDEN, LAYERS = 13, 24, 4
 LENGTHS = (2, 3, 5, 6, 13, 21)
@@ -110,7 +110,7 @@ def random_draft(config: DFlashConfig, seed: int = 5) -> dict[str, torch.Tensor]
         name: torch.randn(shape, generator=generator) * 1.5 / math.sqrt(shape[-1])
         if len(shape) > 1
         else torch.rand(shape, generator=generator) + 0.5
-        for name, shape in config.tensor_shapes().items()
+        for name, shape in tensor_shapes(config).items()
     }
 
 

@@ -14,6 +14,7 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 from specbatch.models.gguf_layout import LAYER_NAMES
 from specbatch.weights.gguf_file import NAMES
 
@@ -49,7 +50,7 @@ def write_folder(folder: Path, config: dict[str, Any] | None = None) -> Path:
     folder.mkdir(parents=True)
     config = config or TINY
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "model.safetensors").write_bytes(save(random_weights(ModelConfig.from_dict(config).tensor_shapes())))
+    (folder / "model.safetensors").write_bytes(save(random_weights(tensor_shapes(ModelConfig.from_dict(config)))))
     (folder / "tokenizer.json").write_text(tokenizer().to_str())
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
     described["chat_template"] = CHATML
@@ -105,7 +106,7 @@ def gguf_tensors() -> dict[str, torch.Tensor]:
     ours = {name: theirs for theirs, name in NAMES.items()}
     layer = {name: theirs for theirs, name in LAYER_NAMES.items()}
     found = {}
-    for name, tensor in random_weights(ModelConfig.from_dict(TINY).tensor_shapes()).items():
+    for name, tensor in random_weights(tensor_shapes(ModelConfig.from_dict(TINY))).items():
         stem, _, kind = name.rpartition(".")
         if stem.startswith("model.layers."):
             _, _, number, part = stem.split(".", 3)

@@ -11,7 +11,7 @@ from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
-from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types

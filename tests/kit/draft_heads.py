@@ -24,7 +24,7 @@ from specbatch.core.step_input import Proposal
 from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, Features
+from specbatch.models.decoder import Decoder, Features, tensor_shapes
 from specbatch.models.layers.moe import Mixture, read_experts
 from specbatch.models.shape_recorder import ShapeRecorder
 from specbatch.progress.bars import Stages
@@ -44,7 +44,7 @@ class TargetStub:
 
     def __init__(self, layers: int = 8, vocabulary: int = VOCABULARY, mtp: Tensors | None = None) -> None:
         self.config = ModelConfig.from_dict(llama(vocab_size=vocabulary, num_hidden_layers=layers, rope_theta=77.0))
-        self.tensors = randomise(self.config.tensor_shapes(), vocabulary, 1.5)
+        self.tensors = randomise(tensor_shapes(self.config), vocabulary, 1.5)
         self.mtp = {f"mtp.{name}": tuple(tensor.shape) for name, tensor in (mtp or {}).items()}
         self.tensors |= {f"mtp.{name}": tensor for name, tensor in (mtp or {}).items()}
 
@@ -318,7 +318,7 @@ def loader_of(here: Any) -> Loader:
         chunk=64,
         page_table=here.batch.page_table,
         tokens=here.batch.tokens,
-        num_queries=8,
+        num_drafts=7,
         trees=True,
         state_dtype="fp32",
         cached_states=0,

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from specbatch.models.formats.format import Format
+from specbatch.models.formats.registry import format_of
+from specbatch.models.formats.settings import KEY
+
 Stored = dict[str, torch.Tensor]
 Store = Callable[[str, torch.Tensor], tuple[Stored, torch.Tensor]]  # name, weight -> tensors, dequantized weight
 _E4M3 = torch.float8_e4m3fn
@@ -116,6 +120,13 @@ def _floats(strategy: str, inputs: dict[str, Any] | None) -> dict[str, Any]:
 
 _TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
 _STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+
+def forms_of(form: type[Format]) -> list[str]:
+    """The names in `FORMATS` of one format."""
+    return [name for name, (quantization, _) in FORMATS.items() if isinstance(format_of({KEY: quantization}), form)]
+
+
 # Name -> quantization_config and how a weight is stored.
 FORMATS: dict[str, tuple[dict[str, Any], Store]] = {
     "channel": (_floats("channel", _TOKEN), fp8("channel", "_scale")),

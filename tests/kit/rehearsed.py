@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from specbatch import Engine, EngineConfig
 from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.engine.device.device_worker import DeviceWorker
-from specbatch.kernels.attention.prefill.prefill_backends import _Triton
+from specbatch.kernels.attention.prefill.prefill_backends import TritonPrefill
 from specbatch.kernels.dispatch import force_kernels
 from specbatch.progress.bars import Report
 from specbatch.runtime.parallel_compilation import Compiled, compile_ahead
@@ -54,7 +54,7 @@ def main(described: Mapping[str, Any], **settings: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fake_graphs(patch)
         patch.setattr("specbatch.kernels.gemm.dense.skinny_gemm_triton.is_skinny", lambda rows, weight: rows <= 16)
-        patch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: _Triton())
+        patch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: TritonPrefill())
         patch.setattr(DeviceWorker, "compile_kernels", compile_kernels)
         patch.setattr(DeviceWorker, "record_graphs", lambda *_: 0)
         with TemporaryDirectory() as folder:

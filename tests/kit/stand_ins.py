@@ -1,5 +1,5 @@
-"""Stand-ins for parts of an engine: CUDA graphs without CUDA, results that arrive late, random draft lengths, a
-quantizing activation that notes what it is given."""
+"""Stand-ins for parts of an engine: CUDA graphs without CUDA, results that arrive late, random or planned draft
+lengths, a timer of steps, a quantizing activation that notes what it is given."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import random
 import pytest
 import torch
 
-from specbatch.core.async_copy import AsyncCopy
+from specbatch.core.async_copy import AsyncCopy, StepTimer
 from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, silu_and_mul_fp8
 from specbatch.kernels.gemm.quantized import fp8_linear
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
+from specbatch.kernels.gemm.quantized.fp8_quantize import silu_and_mul_fp8
 from specbatch.runtime.cuda_graphs import Program, nothing
 
 
@@ -38,9 +39,9 @@ class FakeRecorder:
         return program
 
 
-def fake_graphs(patch: pytest.MonkeyPatch) -> None:
-    """Engines on a CPU accept graphs, and record them with `FakeRecorder`."""
-    patch.setattr("specbatch.engine.setup.builder.Recorder", FakeRecorder)
+def fake_graphs(patch: pytest.MonkeyPatch, recorder: type[FakeRecorder] = FakeRecorder) -> None:
+    """Engines on a CPU accept graphs, and record them with `recorder`."""
+    patch.setattr("specbatch.engine.setup.builder.Recorder", recorder)
     patch.setattr("specbatch.engine.setup.prepare._check_device", lambda config, device: None)
 
 
@@ -62,10 +63,45 @@ def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
 
     def choose(self: DraftLength, rows: int) -> int:
         if chance.random() < 0.6:
-            chosen[0] = chance.choice([0, *self.lengths])
+            chosen[0] = chance.choice([0, *self.draft_lengths])
         return chosen[0]
 
     patch.setattr(DraftLength, "choose", choose)
+
+
+def planned_draft_lengths(patch: pytest.MonkeyPatch, plan: list[int], after: int = 0) -> None:
+    """`draft_tokens="auto"` chooses these lengths, a step each, and takes them out of the list; then `after`. A step
+    with drafts before one without is a probe. No times are measured."""
+    no_step_times(patch)
+
+    def choose(self: DraftLength, rows: int) -> int:
+        length = plan.pop(0) if plan else after
+        self.probing = length > 0 and plan[:1] == [0]
+        return length
+
+    patch.setattr(DraftLength, "choose", choose)
+
+
+class OneSecond(StepTimer):
+    """A decode step takes one second and follows the previous one after half a second."""
+
+    def __init__(self) -> None:
+        self._previous: StepTimer | None = None
+
+    @classmethod
+    def begin(cls, device: torch.device) -> StepTimer:
+        return cls()
+
+    def end(self, previous: StepTimer | None) -> None:
+        self._previous = previous
+
+    def seconds(self) -> tuple[float, float | None]:
+        return 1.0, 0.5 if self.follows else None
+
+
+def timed_by(patch: pytest.MonkeyPatch, timer: type[StepTimer] = OneSecond) -> None:
+    """Decode steps have a device time, as on a GPU."""
+    patch.setattr("specbatch.engine.schedule.runner.StepTimer", timer)
 
 
 def quantized_by_activations(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:

@@ -23,8 +23,9 @@ from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, tensor_shapes, weight_shapes
 from specbatch.models.heads.eagle import eagle_shapes
+from specbatch.progress.bars import Report
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37, "hidden_size": 40, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -206,7 +207,7 @@ class TargetCheckpoint:
         self.name = name
         read = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS | QUANTIZED)[name]).for_length(44)
         self.config = replace(read, mtp_layers=mtp_layers)
-        self.tensors = random_weights(self.config.weight_shapes(), 0.05 if name in DRAFTS else 1.0)
+        self.tensors = random_weights(weight_shapes(self.config), 0.05 if name in DRAFTS else 1.0)
         vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
         embedding = STRENGTHS.get(name, STRENGTHS["llama"]) * torch.randn(
             vocabulary, hidden, generator=torch.Generator().manual_seed(2)
@@ -217,7 +218,7 @@ class TargetCheckpoint:
         self.mtp: dict[str, tuple[int, ...]] = {}
         if name in MTP:
             network = import_module(self.config.mtp_module)
-            self.mtp = network.mtp_config(self.config, layers=mtp_layers or 1).tensor_shapes()
+            self.mtp = tensor_shapes(network.mtp_config(self.config, layers=mtp_layers or 1))
             for join in (key for key in self.mtp if key.endswith(("mtp.fc.weight", "eh_proj.weight"))):
                 stem = join.removesuffix("eh_proj.weight")  # of a layer, or all of them
                 part = {key: shape for key, shape in self.mtp.items() if stem == join or key.startswith(stem)}
@@ -232,12 +233,12 @@ class TargetCheckpoint:
             }
             self.meant = self.tensors | {name: meant for name, (_, meant) in pairs.items()}
             self.tensors = self.tensors | {name: part for parts, _ in pairs.values() for name, part in parts.items()}
-            scales = self.config.tensor_shapes()
+            scales = tensor_shapes(self.config)
             for name, shape in scales.items():  # per tensor: a folder spreads them over the outputs
                 self.tensors[name] = self.tensors[name].expand(shape)
 
     def names(self) -> list[str]:
-        return list(self.config.tensor_shapes())
+        return list(tensor_shapes(self.config))
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -346,6 +347,7 @@ class Targets:
         schedule: str = "v2",
         more: dict[str, Any] | None = None,
         log: Callable[[str], None] | None = None,
+        report: Report | None = None,
         **changes: Any,
     ) -> Engine:
         """algorithm: one of SPECULATIONS; more: of its settings; changes: settings of EngineConfig."""
@@ -361,7 +363,7 @@ class Targets:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("specbatch.weights.open_checkpoint", opened)
-            return Engine(EngineConfig(model=name, **config), log=log)
+            return Engine(EngineConfig(model=name, **config), log=log, report=report)
 
     @cache  # noqa: B019
     def _eagle(self, name: str) -> str:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from specbatch.engine.ranks import ranks
-from specbatch.engine.ranks.follower import builder
+from specbatch.engine.ranks.follower import follow
 from specbatch.engine.ranks.rank_group import RankGroup
 from specbatch.engine.ranks.rank_link import Failed, Link
 from specbatch.kernels.collectives.communicator import sum_ref
@@ -94,7 +94,7 @@ def thread_group(patch: pytest.MonkeyPatch) -> Shared:
 def _follow(communicator: ThreadCommunicator, connection: Connection) -> None:
     link = Link(connection, lambda: None)
     try:
-        ranks.follow(link.calls(), builder(communicator, "cpu"), link.send)
+        follow(link.calls(), link.send, communicator, "cpu")
     except Exception as error:
         link.send(Failed.of(error))
         communicator.abort()

@@ -21,7 +21,8 @@ from specbatch import Completion, EngineConfig, SamplingParams, SpecbatchError, 
 from specbatch.engine.setup.prepare import prepare
 from specbatch.kernels.attention.deterministic import span_attention
 from specbatch.kernels.attention.latent.latent_attention import LatentDecodeRef, latent_prefill_ref
-from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, DecodeQueries
+from specbatch.kernels.attention.queries import DecodeQueries
+from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef
 from specbatch.kernels.common.rowwise import row_sum
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.gemm.deterministic import fixed_rows

@@ -23,6 +23,7 @@ from specbatch.kernels.gemm.dense.skinny_gemm_configs import tile_for
 from specbatch.kernels.gemm.deterministic import fixed_order
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.shapes import SHAPES
 
@@ -46,7 +47,7 @@ class Wide(TargetCheckpoint):
             "architectures": [architecture],
         } | more  # fmt: skip
         self.config = ModelConfig.from_dict(self.sizes)
-        self.tensors = random_weights(self.config.tensor_shapes(), 1.0)
+        self.tensors = random_weights(tensor_shapes(self.config), 1.0)
 
 
 @pytest.mark.parametrize(

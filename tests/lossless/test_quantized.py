@@ -3,6 +3,7 @@ with dequantized weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lossless
@@ -29,11 +30,13 @@ def _cases() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "ranks"), _cases())
 def test_quantized_targets_are_lossless(
-    targets: Targets, monkeypatch: pytest.MonkeyPatch, case: lossless.Case, ranks: int
+    targets: Targets,
+    monkeypatch: pytest.MonkeyPatch,
+    case: lossless.Case,
+    ranks: int,
+    stay_quantized: Callable[..., None],
 ) -> None:
-    """Weights stay quantized on a CPU, too."""
-    for module in ("models.layers.blocks", "runtime.loader"):
-        monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: True)
+    stay_quantized()
     if ranks > 1:
         thread_group(monkeypatch)
     settings = lossless.Case.settings

@@ -14,13 +14,13 @@ from targets import GPT_OSS, HYBRIDS, LATENT, MTP, SIZES, WINDOWED, Targets
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters.base import DraftPlan, NoDraft
 from specbatch.engine.setup.memory_plan import _token_bytes
-from specbatch.kernels.attention.prefill.prefill_backends import _Triton
+from specbatch.kernels.attention.prefill.prefill_backends import TritonPrefill
 from specbatch.kernels.collectives.communicator import DeviceCommunicator
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.planner import MemoryPlan, plan_memory
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, token_bytes
+from specbatch.models.decoder import Decoder, tensor_shapes, token_bytes
 from specbatch.weights.shapes import SHAPES
 
 CPU = torch.device("cpu")
@@ -63,12 +63,12 @@ def test_prefill_activations_match_the_plan(
     known = SIZES | FAMILIES[family]
     sizes = sizes | {"num_local_experts": 16}
     whole = ModelConfig.from_dict(known | {key: value for key, value in sizes.items() if key in known})
-    config, shapes = whole.divided(ranks), whole.tensor_shapes()
+    config, shapes = whole.divided(ranks), tensor_shapes(whole)
     divided = rank_of(ranks) if ranks > 1 else None
     how: dict[str, Any] = {"dtype": dtype, "device": CPU, "max_positions": TOKENS, "ranks": divided}
     model = Decoder(config, lambda name: torch.zeros(shapes[name]), **how)
     states = RecurrentStates(config.state_shapes, max(model.recurrent_layers, 1), 2, 1, state_types(dtype, "fp32"), CPU)
-    cache = KVCache(config, model.kv_layers, TOKENS // 4 + 2, 4, dtype, CPU, _Triton(), states)
+    cache = KVCache(config, model.kv_layers, TOKENS // 4 + 2, 4, dtype, CPU, TritonPrefill(), states)
     metadata = PrefillMetadata(torch.zeros(2, TOKENS // 4, dtype=torch.int64), [PromptChunk(1, 0, TOKENS)], 4)
     tokens = torch.zeros(TOKENS, dtype=torch.int64)
     inputs = tokens, metadata.positions, metadata.bind(cache), metadata.last
@@ -94,10 +94,10 @@ def test_drafter_activations_match_the_plan(
         return plan_memory(*args, **numbers)
 
     as_on_a_device(monkeypatch)
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: _Triton())
+    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: TritonPrefill())
     monkeypatch.setattr("specbatch.engine.setup.memory_plan.plan_memory", plan)
     engine = targets.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
-    worker = engine._worker
+    worker = engine.parts.worker
     taken = peak_of(lambda: worker.prefill_step.warm_up(256))
     assert taken <= 256 * planned[0] <= 1.25 * taken
 

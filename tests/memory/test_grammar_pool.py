@@ -22,10 +22,10 @@ def test_tables_in_use_never_overlap() -> None:
     refused = 0
     for _ in range(2000):
         if held and random.random() < 0.5:
-            pool.drop(held.pop(random.randrange(len(held)))[1])
+            pool.decref(held.pop(random.randrange(len(held)))[1])
             continue
         item = random.choice(tables)
-        start = pool.hold(item)
+        start = pool.allocate(item)
         if start is None:
             assert held
             refused += 1
@@ -41,9 +41,9 @@ def test_tables_in_use_never_overlap() -> None:
 
 def test_a_table_stays_until_its_place_is_needed() -> None:
     pool, first, second, third = GrammarPool(100), table(50), table(50), table(50)
-    assert (pool.hold(first), pool.hold(second), pool.hold(third)) == (0, 50, None)
+    assert (pool.allocate(first), pool.allocate(second), pool.allocate(third)) == (0, 50, None)
     assert pool.take_new() == [(0, first), (50, second)]
-    pool.drop(second)
-    pool.drop(first)
-    assert (pool.hold(second), pool.take_new()) == (50, [])
-    assert (pool.hold(third), pool.take_new()) == (0, [(0, third)])
+    pool.decref(second)
+    pool.decref(first)
+    assert (pool.allocate(second), pool.take_new()) == (50, [])
+    assert (pool.allocate(third), pool.take_new()) == (0, [(0, third)])

@@ -55,9 +55,9 @@ class CacheMachine(RuleBasedStateMachine):
         need = -(-len(tokens) // self.size) - count
         if need > self.pool.free:
             for page in found:
-                self.pool.release(page)
+                self.pool.decref(page)
         else:
-            self.owners.append(Owner(tokens, found + self.pool.take(need)))
+            self.owners.append(Owner(tokens, found + self.pool.allocate(need)))
 
     @precondition(lambda self: self.owners)
     @rule(pick=st.integers(0, 99), share=st.integers(0, 9))
@@ -73,12 +73,12 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def end(self, pick: int) -> None:
         for page in self.owners.pop(pick % len(self.owners)).pages:
-            self.pool.release(page)
+            self.pool.decref(page)
 
     @rule(tokens=PROMPTS, kept=st.integers(0, 3))
     def forget(self, tokens: list[int], kept: int) -> None:
         """A cached prefix from some page on, with everything that continues it."""
-        self.cache.forget(tokens, kept)
+        self.cache.invalidate(tokens, kept)
         start = tuple(tokens[: (kept + 1) * self.size])
         if len(start) == (kept + 1) * self.size:
             for prefix in [prefix for prefix in self.known if prefix[: len(start)] == start]:
@@ -92,7 +92,7 @@ class CacheMachine(RuleBasedStateMachine):
         before, free = dict(self.known), self.pool.free
         freed = self.cache.evict(count)
         assert self.pool.free == free + freed
-        evicted = {prefix for prefix, page in before.items() if self.pool.holders(page) == 0}
+        evicted = {prefix for prefix, page in before.items() if self.pool.refcount(page) == 0}
         assert len(evicted) == freed <= count
         assert not held & {self.known.pop(prefix) for prefix in evicted}
         for prefix in evicted:
@@ -117,7 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
                 holders[page] += 1
         for page in self.known.values():
             holders[page] += 1
-        assert {page: self.pool.holders(page) for page in holders} == holders
+        assert {page: self.pool.refcount(page) for page in holders} == holders
         assert self.pool.free == sum(count == 0 for count in holders.values())
         assert self.pool.idle == sum(holders[page] == 1 for page in self.known.values())
         assert len(self.cache) == len(self.known) == len(set(self.known.values()))
@@ -143,18 +143,18 @@ def test_eviction_time_does_not_grow_with_the_cache() -> None:
     looked_at = 0
 
     class Watched(PagePool):
-        def holders(self, page: int) -> int:
+        def refcount(self, page: int) -> int:
             nonlocal looked_at
             looked_at += 1
-            return super().holders(page)
+            return super().refcount(page)
 
     pool = Watched(4000)
     cache = PrefixCache(pool, 1)
     for start in range(4000):  # every other one is held; the oldest are looked at first
-        (page,) = pool.take(1)
+        (page,) = pool.allocate(1)
         cache.insert([start], 1, [page])
         if start % 2:
-            pool.release(page)
+            pool.decref(page)
     assert pool.idle == 2000
     assert sum(cache.evict(1) for _ in range(1000)) == 1000
     assert looked_at <= 2002
@@ -162,12 +162,12 @@ def test_eviction_time_does_not_grow_with_the_cache() -> None:
 
 def test_eviction_terminates_when_nothing_can_be_freed(pool: PagePool) -> None:
     cache = PrefixCache(pool, 1)
-    known, own = pool.take(1), pool.take(2)
+    known, own = pool.allocate(1), pool.allocate(2)
     cache.insert([1], 1, known)
     cache.insert([1, 2], 2, own)  # holds the page of [1, 2], but not the known one of [1]
-    pool.release(known[0])
+    pool.decref(known[0])
     assert pool.idle == 1
     assert cache.evict(1) == 0
-    pool.release(own[1])
+    pool.decref(own[1])
     assert cache.evict(3) == 2
     assert pool.free == 9

@@ -84,15 +84,15 @@ def test_prefix_cache_does_not_change_tokens(
     states = engine.record().counters["states"]
     assert states["loaded"] or not engine.record().metrics["cached_tokens"]
     engine.forget_prefixes()
-    state_cache = engine._scheduler.state_cache
+    state_cache = engine.parts.scheduler.state_cache
     assert state_cache is not None
     assert (len(state_cache), sorted(state_cache._free)) == (0, list(range(1, slots + 1)))
-    assert engine._scheduler._pool.free == pages
+    assert engine.parts.scheduler.pool.free == pages
 
 
 def proposals(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[int]]]:
     """The drafts of each verify, and the tokens; one request at a time."""
-    drafter, seen = engine._worker.decode_step.drafter, []
+    drafter, seen = engine.parts.worker.decode_step.drafter, []
     propose = drafter.propose
 
     def watched(step: Any) -> Any:

@@ -65,27 +65,27 @@ class StateCacheMachine(RuleBasedStateMachine):
         kept = [prefix for prefix in known if prefix in self.slot_of]
         found = self.state_cache.find(tokens)
         assert found.branch == SIZE * len(known)
-        assert found.due == bool(kept and self.is_due(kept[-1]))
-        if not kept or found.due:
+        assert found.storing == bool(kept and self.is_due(kept[-1]))
+        if not kept or found.storing:
             assert (found.pages, found.state) == ([], 0)
         else:
             assert found.state == self.slot_of[kept[-1]]
             assert len(found.pages) * SIZE == len(kept[-1])
             assert self.device[found.state] == kept[-1]
-        if found.due:
+        if found.storing:
             return
         need = -(-len(tokens) // SIZE) - len(found.pages)
         self.evict(need - self.pool.free)
         if need > self.pool.free:
             for page in found.pages:
-                self.pool.release(page)
+                self.pool.decref(page)
             return
         if kept:
-            self.state_cache.use(found.state)
+            self.state_cache.promote(found.state)
             (self.probationary if kept[-1] in self.probationary else self.protected).remove(kept[-1])
             self.protected.append(kept[-1])
             self.counted.loaded += 1
-        self.owners.append(Owner(tokens, found.pages + self.pool.take(need), len(found.pages) * SIZE, found.branch))
+        self.owners.append(Owner(tokens, found.pages + self.pool.allocate(need), len(found.pages) * SIZE, found.branch))
 
     @precondition(lambda self: self.owners)
     @rule(pick=st.integers(0, 99), count=st.integers(1, 8))
@@ -97,7 +97,7 @@ class StateCacheMachine(RuleBasedStateMachine):
         owner.done = end
         self.cache.insert(owner.tokens, end, owner.pages)
         prefix, is_branch = tuple(owner.tokens[:end]), end == owner.branch
-        slot = self.state_cache.keep(owner.tokens, end, is_branch=is_branch)
+        slot = self.state_cache.allocate(owner.tokens, end, is_branch=is_branch)
         assert bool(slot) == self.has_room(prefix, is_branch)
         if slot:
             (self.protected if is_branch else self.probationary).append(prefix)
@@ -120,7 +120,7 @@ class StateCacheMachine(RuleBasedStateMachine):
 
     @rule()
     def launch(self) -> None:
-        self.state_cache.planned()
+        self.state_cache.launched()
         assert len({slot for slot, _ in self.saves}) == len(self.saves), "two states are stored to one slot in a pass"
         self.device |= dict(self.saves)
         self.saves.clear()
@@ -129,7 +129,7 @@ class StateCacheMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99))
     def end(self, pick: int) -> None:
         for page in self.owners.pop(pick % len(self.owners)).pages:
-            self.pool.release(page)
+            self.pool.decref(page)
 
     @rule(count=st.integers(1, 6) | st.just(PAGES))
     def evict_pages(self, count: int) -> None:
@@ -142,7 +142,7 @@ class StateCacheMachine(RuleBasedStateMachine):
         assert len(ours) == len(self.slot_of) == len(set(self.slot_of.values()))
         for kept, expected in ((ours._probationary, self.probationary), (ours._protected, self.protected)):
             assert [node.state for node in kept.values()] == [self.slot_of[item] for item in expected]
-        assert sorted([*ours._free, *ours._lost, *self.slot_of.values()]) == list(range(1, SLOTS + 1))
+        assert sorted([*ours._free, *ours._orphaned, *self.slot_of.values()]) == list(range(1, SLOTS + 1))
         assert not {slot for slot, _ in self.saves} & set(ours._free), "the planned pass still writes to this slot"
         assert ours.counters == self.counted
 
@@ -176,13 +176,13 @@ def test_long_chunked_prompt_evicts_one_state_only() -> None:
     state_cache = StateCache(cache, 2, 4)
 
     def compute(tokens: list[int], *, is_branch: bool) -> None:
-        pages = pool.take(len(tokens) // 2)
+        pages = pool.allocate(len(tokens) // 2)
         cache.insert(tokens, len(tokens), pages)
         for page in pages:
-            pool.release(page)
+            pool.decref(page)
         for end in range(2, len(tokens) + 1, 2):
-            assert state_cache.keep(tokens, end, is_branch=is_branch)
-            state_cache.planned()
+            assert state_cache.allocate(tokens, end, is_branch=is_branch)
+            state_cache.launched()
 
     for kind in (1, 2, 3, 4):
         compute([kind] * 2, is_branch=True)

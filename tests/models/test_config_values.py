@@ -17,6 +17,7 @@ from targets import HYBRIDS, LATENT, SIZES, TARGETS, WINDOWED
 import specbatch.models
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
 from specbatch.models.heads.draft_head import layer_config
@@ -267,9 +268,9 @@ def read_dense(family: str = "llama", **changes: Any) -> ModelConfig:
 def test_a_matrix_of_other_dimensions_is_refused(shape: tuple[int, ...]) -> None:
     """The width of LFM2's MLPs is taken from the shape of one."""
     config = ModelConfig.from_dict(SIZES | TARGETS["lfm2"])
-    shapes = config.tensor_shapes() | {"model.layers.0.feed_forward.w1.weight": shape}
+    shapes = tensor_shapes(config) | {"model.layers.0.feed_forward.w1.weight": shape}
     with pytest.raises(SpecbatchError, match=r"feed_forward\.w1\.weight is"):
-        check_tensors(config.fit(shapes).tensor_shapes(), shapes, "model.gguf")
+        check_tensors(tensor_shapes(config.fit(shapes)), shapes, "model.gguf")
 
 
 def test_defaults_of_dense_families() -> None:
@@ -356,4 +357,4 @@ def test_disabled_sliding_window_is_ignored(family: str, changes: dict[str, Any]
 def test_sizes_that_no_model_has_are_refused_without_memory_for_them(family: str, changes: dict[str, Any]) -> None:
     config = SIZES | TARGETS[family] | changes
     with limited(20, 1 << 29), pytest.raises(SpecbatchError):
-        ModelConfig.from_dict(config).tensor_shapes()
+        tensor_shapes(ModelConfig.from_dict(config))

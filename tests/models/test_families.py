@@ -20,12 +20,12 @@ from uncached import decoder_of, features_of
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.core.embedded_prompt import EmbeddingOverrides
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
-from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig, family_modules
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, parameter_count
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.layers.blocks import Attention
 from specbatch.weights import open_checkpoint
@@ -406,7 +406,7 @@ def test_features_with_selected_rows(pair: tuple[Any, Decoder], close: Close) ->
 def test_parameter_count(pair: tuple[Any, Decoder]) -> None:
     theirs, ours = pair
     scalars = [buffer for name, buffer in theirs.named_buffers() if name.endswith("layer_scalar")]
-    assert ours.config.parameter_count() == sum(one.numel() for one in [*theirs.parameters(), *scalars])
+    assert parameter_count(ours.config) == sum(one.numel() for one in [*theirs.parameters(), *scalars])
 
 
 @pytest.mark.parametrize("pair", [name for name in DENSE if name not in SHARING], indirect=True)

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from specbatch.errors import SpecbatchError
 from specbatch.extras import EXTRAS, missing, needs
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -66,7 +67,7 @@ def model(tmp_path: Path) -> Path:
         "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "eos_token_id": 256, "torch_dtype": "float32",
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    shapes = ModelConfig.from_dict(config).tensor_shapes()
+    shapes = tensor_shapes(ModelConfig.from_dict(config))
     generator = torch.Generator().manual_seed(0)  # of whose tokens none is the end
     save_file(
         {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()},

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("specbatch", "kernels", "evals", "sweeps")
+CHECKOUT_ONLY = ROOT / "sweeps" / "microbench"  # benchmarks of single operations
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 
@@ -45,14 +46,23 @@ def test_top_level_is_specbatch(wheel):
     assert {name for name in top if not name.endswith(".dist-info")} == {"specbatch"}
 
 
-def test_every_file_is_in_the_wheel(wheel):
+def test_every_file_is_in_the_wheel_but_those_of_a_checkout(wheel):
     for name in FOLDERS:
         for path in (ROOT / name).rglob("*"):
             suffixes = (".py", ".json", ".yaml", ".jinja", ".gz")
             if path.suffix not in suffixes and path.name not in ("py.typed", "LICENSE"):
                 continue
             inside = path.relative_to(ROOT).as_posix()
-            assert (inside if name == "specbatch" else f"specbatch/{inside}") in wheel
+            found = (inside if name == "specbatch" else f"specbatch/{inside}") in wheel
+            assert found != path.is_relative_to(CHECKOUT_ONLY), inside
+
+
+def test_nothing_in_the_wheel_imports_what_is_not():
+    files = [path for name in FOLDERS for path in (ROOT / name).rglob("*.py")]
+    assert any(path.is_relative_to(CHECKOUT_ONLY) for path in files)
+    shipped = [path for path in files if not path.is_relative_to(CHECKOUT_ONLY)]
+    imports = re.compile(r"^\s*(from|import) specbatch\.sweeps\.microbench|import microbench\b", re.MULTILINE)
+    assert [str(path) for path in shipped if imports.search(path.read_text())] == []
 
 
 def test_editable_installation_is_a_path_that_type_checkers_read(tree, tmp_path):
@@ -67,11 +77,11 @@ def test_editable_installation_is_a_path_that_type_checkers_read(tree, tmp_path)
 
 
 def test_every_folder_with_code_is_listed():
-    folders = {path.parent for name in FOLDERS for path in (ROOT / name).rglob("*.py")}
+    folders = {path.parent for name in FOLDERS for path in (ROOT / name).rglob("*.py")} - {CHECKOUT_ONLY}
     listed = {folder.relative_to(ROOT).as_posix().replace("/", ".") for folder in folders}
-    assert {name if name.startswith("specbatch") else f"specbatch.{name}" for name in listed} <= set(
-        SETTINGS["packages"]
-    )
+    listed = {name if name.startswith("specbatch") else f"specbatch.{name}" for name in listed}
+    assert listed <= set(SETTINGS["packages"])
+    assert "specbatch.sweeps.microbench" not in SETTINGS["packages"]
 
 
 def test_folders_are_imported_under_specbatch_only():

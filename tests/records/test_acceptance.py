@@ -161,13 +161,12 @@ ALIEN = {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 3}  # a dr
     ids=str,
 )
 def test_engine_warns_once_of_an_unfitting_draft(
-    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: Any, speculation: Speculation, warns: bool
+    toy: Any, toy_engine: Callable[..., Engine], speculation: Speculation, warns: bool
 ) -> None:
-    monkeypatch.setattr("specbatch.records.low_acceptance.MIN_VERIFIES", 40)
     lines: list[str] = []
     with toy_engine(load_format="auto", log=lines.append, speculation=speculation) as engine:
         for _ in range(2):
-            engine.generate([list(prompt) for prompt in toy.prompts()[:4]], LONG)
+            engine.generate([list(prompt) for prompt in toy.prompts()[:12]], LONG)
             engine.reset_record()
     found = [line for line in lines if "low acceptance" in line]
     assert len(found) == warns

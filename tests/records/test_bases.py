@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 import pytest
 
 from specbatch.config.engine_config import EngineConfig, Speculation
-from specbatch.jobs.configurations import named
 from specbatch.records.bases import bases_of, bases_sentence
 from specbatch.records.run_record import RunRecord
+from specbatch.sweeps.run.configurations import named
 
 BASE = EngineConfig(speculation=Speculation("ngram"))
 ALL = ("v1", "baseline", "v2", "baseline+piecewise", "v2+piecewise")

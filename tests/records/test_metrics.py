@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -11,20 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbatch.records.metrics import METRICS, RELATIVE, glossary, glossary_markdown, percentile_name
-from specbatch.records.summarize import device_metrics, full_batch_metrics, summarize
-
-DOCS = Path(__file__).parents[2] / "docs/glossary.md"
-NO_STEPS = {
-    "device_steps": 0, "device_gaps": 0, "device_s": 0.0, "device_idle_s": 0.0, "graphs": {}, "overlapped": 0,
-    "launch_lead_s": 0.0, "late_launches": 0, "host_waits": 0, "iterations": 0, "iteration_s": 0.0,
-}  # fmt: skip
-
-STEPS = full_batch_metrics({"steps_by_rows": {}}, 1, None)
+from specbatch.records.metrics import METRICS, RELATIVE, glossary
+from specbatch.records.run_totals import percentile_name
+from specbatch.records.steps import Counters
+from specbatch.records.summarize import step_metrics
 
 
-def test_every_metric_of_a_record_is_registered() -> None:
-    assert set(summarize([], 1.0, 1)) | set(device_metrics(NO_STEPS)) | set(STEPS) <= set(METRICS)
+def test_an_engine_counts_what_metrics_of_steps_read() -> None:
+    assert set(step_metrics(Counters().as_dict() | {"graphs": {}}, 1, None).values()) == {None, 0}
 
 
 def test_names_are_unique_and_definitions_are_sentences() -> None:
@@ -79,7 +72,3 @@ def test_times_whose_rows_are_lost_have_no_percentiles_over_repeats() -> None:
         assert METRICS["mean_ttft_s"].over_repeats(records) == fmean(means)
         assert METRICS["max_ttft_s"].over_repeats(records) == max(most)
     assert METRICS["median_ttft_s"].over_repeats([lost]) == 2.0  # of one repeat the record has all that there is
-
-
-def test_documentation_has_the_definitions() -> None:
-    assert glossary_markdown() in DOCS.read_text()

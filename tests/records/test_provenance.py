@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from made_runs import make_record, metrics_of
 
 from specbatch.errors import SpecbatchError
-from specbatch.records import environment as hardware_of
-from specbatch.records import provenance as module
-from specbatch.records.provenance import command, environment, revision, without_secrets
-from specbatch.records.runs import _started
+from specbatch.records.environment import nvidia_driver
+from specbatch.records.provenance import command, environment, installed_revision, revision, without_secrets
+from specbatch.records.runs import how_started
 from specbatch.records.store import load_record
 
 
@@ -51,44 +48,44 @@ def test_secrets_are_no_part_of_the_command(given: list[str], kept: list[str]) -
         ("/x/pytest/__main__.py", "pytest.__main__", None),
     ],
 )
-def test_command_of_a_program(monkeypatch, program, name, head) -> None:
+def test_command_of_a_program(program: str, name: str | None, head: list[str] | None) -> None:
     """The arguments of other programs may hold anything, so they are not kept."""
-    monkeypatch.setattr(sys, "argv", [program, "sweep", "--seed", "1"])
-    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=name and SimpleNamespace(name=name)))
-    assert command() == ([*head, "sweep", "--seed", "1"] if head else [])
+    found = command([program, "sweep", "--seed", "1"], name or "")
+    assert found == ([*head, "sweep", "--seed", "1"] if head else [])
 
 
-def test_revision_of_a_checkout_and_of_an_installation(monkeypatch, tmp_path: Path) -> None:
+def test_revision_of_a_checkout_and_of_an_installation(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         who = ("-c", "user.name=n", "-c", "user.email=e")
         done = subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
-    source = tmp_path / "specbatch" / "records" / "provenance.py"
-    source.parent.mkdir(parents=True)
+    source, find = tmp_path / "source.py", revision.__wrapped__
     source.write_text("")
-    monkeypatch.setattr(module, "__file__", str(source))
-    metadata = SimpleNamespace(read_text=lambda _: json.dumps({"vcs_info": {"commit_id": "abc"}}))
-    monkeypatch.setattr(module.metadata, "distribution", lambda _: metadata)
-    find = revision.__wrapped__
-    assert find() == {"revision": "abc", "dirty": False}  # no checkout: as pip installed it
+    assert find(tmp_path) is None  # no checkout: as pip installed it, which is from a folder here
     git("init", "-q")
-    assert find() is None  # no commit
+    assert find(tmp_path) is None  # no commit
     git("add", ".")
     git("commit", "-q", "-m", "x")
-    assert find() == {"revision": git("rev-parse", "HEAD"), "dirty": False}
+    assert find(tmp_path) == {"revision": git("rev-parse", "HEAD"), "dirty": False}
     source.write_text("changed")
-    assert find() == {"revision": git("rev-parse", "HEAD"), "dirty": True}
+    assert find(tmp_path) == {"revision": git("rev-parse", "HEAD"), "dirty": True}
 
 
-def test_driver_of_nvidia(monkeypatch, tmp_path: Path) -> None:
-    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC version: 12.2.0\n"
-    (tmp_path / "version").write_text(text)
-    files = {"/proc/driver/nvidia/version": tmp_path / "version"}
-    monkeypatch.setattr(hardware_of, "Path", lambda name: files.get(name, tmp_path / "none"))
-    assert hardware_of._driver() == "570.86.15"
-    files.clear()
-    assert hardware_of._driver() is None
+def test_revision_as_pip_records_it() -> None:
+    assert installed_revision(json.dumps({"vcs_info": {"commit_id": "abc"}})) == {"revision": "abc", "dirty": False}
+    assert installed_revision('{"dir_info": {"editable": true}}') is installed_revision("damaged") is None
+
+
+def test_driver_of_nvidia(tmp_path: Path) -> None:
+    assert nvidia_driver(tmp_path) is None
+    for file, text in (
+        ("proc/driver/nvidia/version", "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n"),
+        ("sys/module/nvidia/version", "570.86.15\n"),
+    ):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text(f"{text}GCC version: 12.2.0\n" if "proc" in file else text)
+        assert nvidia_driver(tmp_path) == "570.86.15"
 
 
 def test_record_keeps_it_and_earlier_ones_have_none(tmp_path: Path) -> None:
@@ -102,13 +99,13 @@ def test_record_keeps_it_and_earlier_ones_have_none(tmp_path: Path) -> None:
     found = load_record("path", tmp_path)
     assert found == made
     assert (found.command, found.revision) == ("specbatch sweep --model 'my model'", "abc-dirty")
-    assert _started(found) == {"git revision": "abc-dirty", "driver": None, "OMP_NUM_THREADS": "1"}
+    assert how_started(found) == {"git revision": "abc-dirty", "driver": None, "OMP_NUM_THREADS": "1"}
 
     body = json.loads((tmp_path / "record.json").read_text())
     del body["provenance"]
     (tmp_path / "record.json").write_text(json.dumps(body))
     before = load_record("path", tmp_path)
-    assert (before.provenance, before.command, before.revision, _started(before)) == ({}, "", None, {})
+    assert (before.provenance, before.command, before.revision, how_started(before)) == ({}, "", None, {})
     (tmp_path / "record.json").write_text(json.dumps(body | {"provenance": {"command": "rm"}}))
     with pytest.raises(SpecbatchError, match=r"provenance\.command"):
         load_record("path", tmp_path)

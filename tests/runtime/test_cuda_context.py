@@ -11,7 +11,7 @@ import torch
 
 from specbatch.cli.options import EngineOptions
 from specbatch.runtime import cuda_context
-from specbatch.runtime.cuda_context import make_context_ahead
+from specbatch.runtime.cuda_context import is_built_for_cuda, make_context_ahead
 
 
 class FakeDriver:
@@ -19,6 +19,12 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.is_installed = self.is_built_for = True
+
+    def load(self, name: str) -> FakeDriver:
+        if not self.is_installed:
+            raise OSError(f"{name}: cannot open shared object file")
+        return self
 
     def cuInit(self, flags: int) -> int:
         assert threading.current_thread() is not threading.main_thread()
@@ -37,8 +43,8 @@ class FakeDriver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = FakeDriver()
-    monkeypatch.setattr("ctypes.CDLL", lambda name: driver)
-    monkeypatch.setattr(cuda_context, "_is_built_for_cuda", lambda: True)
+    monkeypatch.setattr("ctypes.CDLL", driver.load)
+    monkeypatch.setattr(cuda_context, "is_built_for_cuda", lambda: driver.is_built_for)
     make_context_ahead.cache_clear()
     return driver
 
@@ -67,25 +73,19 @@ def test_context_is_made_once_where_there_is_such_a_device(driver: FakeDriver, d
     assert calls_after(driver) == calls
 
 
-def test_nothing_happens_where_torch_is_built_for_cpus(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    assert cuda_context._is_built_for_cuda() == (torch.version.cuda is not None)
-    monkeypatch.setattr(cuda_context, "_is_built_for_cuda", lambda: False)
+def test_nothing_happens_where_torch_is_built_for_cpus(driver: FakeDriver) -> None:
+    assert is_built_for_cuda() == (torch.version.cuda is not None)
+    driver.is_built_for = False
     make_context_ahead("auto")
     assert calls_after(driver) == []
 
 
-def test_nothing_happens_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
+def test_nothing_happens_without_a_driver(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     failed: list[Any] = []
-    monkeypatch.setattr("ctypes.CDLL", load)
-    monkeypatch.setattr(cuda_context, "_is_built_for_cuda", lambda: True)
+    driver.is_installed = False
     monkeypatch.setattr("threading.excepthook", failed.append)
-    make_context_ahead.cache_clear()
     make_context_ahead("cuda")
-    calls_after(FakeDriver())
+    calls_after(driver)
     assert not failed
 
 

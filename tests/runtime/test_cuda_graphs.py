@@ -9,26 +9,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 import torch.nn.functional as F
 from crossed import slow_but
-from stand_ins import FakeRecorder, fake_graphs
+from stand_ins import FakeRecorder, fake_graphs, timed_by
 from targets import Targets
 
 from specbatch import EmbeddedPrompt, SpecbatchError
 from specbatch.config.engine_config import Graphs, Speculation
-from specbatch.core.async_copy import StepTimer
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillStep
+from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.models.families.padded_attention import PaddedAttention
-from specbatch.runtime.cuda_graphs import RING, batch_buckets, token_buckets
+from specbatch.runtime.cuda_graphs import RING, Program, batch_buckets, nothing, token_buckets
 from specbatch.runtime.parallel_compilation import Compilation, compile_ahead
 from specbatch.runtime.prefill_forward import EagerForward, PiecewiseGraphs, static_bytes
 
@@ -106,7 +106,7 @@ def test_padding_rows_are_counted_and_change_no_tokens(toy: Any, graph_engine: C
     done = engine.generate(prompts, greedy(9))
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:9] for prompt in prompts]
     assert engine.record().counters["graphs"]["decode"]["padded"] == 8  # three rows in a bucket of four, eight times
-    assert int(engine._worker.batch.lengths[0]) == 1
+    assert int(engine.parts.worker.batch.lengths[0]) == 1
 
 
 def test_sampling_graph_is_recorded_by_its_first_request(toy: Any, graph_engine: Callable[..., Any]) -> None:
@@ -118,7 +118,7 @@ def test_sampling_graph_is_recorded_by_its_first_request(toy: Any, graph_engine:
         engine = graph_engine(max_running=1)
         for item in first:
             engine.generate([prompt], item)
-        recorder = engine._worker.graphs._recorder
+        recorder = engine.parts.worker.graphs._recorder
         before = recorder.recorded
         [replayed] = engine.generate([prompt], params)
         assert replayed.token_ids == plain.token_ids
@@ -142,28 +142,11 @@ def test_late_recording_does_not_change_results_in_flight(
     assert tuple(done[1].token_ids) == toy.greedy(tuple(prompts[1]))[:20]
 
 
-class Clock(StepTimer):
-    """Steps of one second, with gaps of half a second."""
-
-    def __init__(self) -> None:
-        self._previous: Any = None
-
-    @classmethod
-    def begin(cls, device: torch.device) -> StepTimer:
-        return cls()
-
-    def end(self, previous: StepTimer | None) -> None:
-        self._previous = previous
-
-    def seconds(self) -> tuple[float, float | None]:
-        return 1.0, 0.5 if self.follows else None
-
-
 def test_recordings_and_prefills_are_no_part_of_step_times(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither counts as an iteration's time, as a gap or as a late launch."""
-    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", Clock)
+    timed_by(monkeypatch)
     engine = graph_engine(max_running=2)
     params = [greedy(5), greedy(25), SAMPLED]
     engine.generate([list(prompt) for prompt in toy.prompts()[:3]], params, concurrency=2)
@@ -178,7 +161,7 @@ def test_recordings_and_prefills_are_no_part_of_step_times(
 def test_gap_that_began_before_the_record_is_not_counted(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", Clock)
+    timed_by(monkeypatch)
     engine = graph_engine()
     events = engine.stream([list(toy.prompts()[0])], greedy(20))
     for _ in range(5):
@@ -195,10 +178,17 @@ def test_gap_that_began_before_the_record_is_not_counted(
 def test_closed_engine_frees_its_memory_at_once(
     graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FakeRecorder, "record", lambda self, program: lambda: None)  # a graph keeps no program
+    class Recorder(FakeRecorder):  # a graph keeps no program
+        def record(self, program: Program) -> Program:
+            return nothing
+
+    fake_graphs(monkeypatch, Recorder)
     engine = graph_engine()
     gc.collect()
-    kept = [weakref.ref(item) for item in (engine._worker.decode_step.cache, engine._worker.batch, engine._model)]
+    kept = [
+        weakref.ref(item)
+        for item in (engine.parts.worker.decode_step.cache, engine.parts.worker.batch, engine.parts.model)
+    ]
     gc.disable()
     try:
         engine.close()
@@ -220,7 +210,7 @@ def test_prefill_is_warmed_up_with_and_without_a_prefix(
         return run(self, spans, ending, *rest)
 
     monkeypatch.setattr(PrefillStep, "_run", spied)
-    batch = graph_engine(prefill_chunk=40)._worker.batch
+    batch = graph_engine(prefill_chunk=40).parts.worker.batch
     width = batch.width
     assert int(batch.lengths[0]) == 1
     assert seen == [(0, 16), (0, 32), (0, 40), (1, 17), (width - 17, width - 1), (0, 16)]
@@ -228,7 +218,7 @@ def test_prefill_is_warmed_up_with_and_without_a_prefix(
     graph_engine(prefill_chunk=40, max_running=16)
     assert ended[-2:] == [2, 16]
     seen.clear()
-    width = graph_engine(prefill_chunk=40, max_model_len=20)._worker.batch.width
+    width = graph_engine(prefill_chunk=40, max_model_len=20).parts.worker.batch.width
     assert all(0 <= start < end < width for start, end in seen)
 
 
@@ -257,7 +247,7 @@ def test_a_rehearsal_changes_nothing(
 
 
 def test_layers_that_are_alike_are_warmed_once(graph_engine: Callable[..., Any]) -> None:
-    forward = graph_engine()._worker.forwards["target"]
+    forward = graph_engine().parts.worker.forwards["target"]
     assert len(forward._model.layers) == 4
     assert forward._unlike(4) == [0, 2, 3]  # the one before the last layer has another program after it
     assert forward._unlike(1) == [0]
@@ -297,7 +287,7 @@ def test_piecewise_prefill_equals_a_whole_pass(
     graph_engine: Callable[..., Any], count: int, needs_all_hidden: bool
 ) -> None:
     """Last and auxiliary hidden states, without padding and without those of a longer pass before."""
-    worker = graph_engine(graphs=Graphs())._worker
+    worker = graph_engine(graphs=Graphs()).parts.worker
     batch, page_size = worker.batch, worker._page_size
     model, cache = worker.decode_step.model, worker.decode_step.cache
     model = model.with_aux((2, 0)) if needs_all_hidden else model
@@ -328,7 +318,7 @@ def test_layers_with_shared_keys_compute_the_last_tokens_only(
     targets: Targets, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
 ) -> None:
     """Of two chunks, one after a prefix. If more tokens are read than there are chunks, all are computed."""
-    worker = targets.engine("gemma4-e2b", "none")._worker
+    worker = targets.engine("gemma4-e2b", "none").parts.worker
     model, cache, batch = worker.decode_step.model, worker.decode_step.cache, worker.batch
     table = batch.page_table
     forward: Any = EagerForward(model, cache)
@@ -372,10 +362,11 @@ class FromTables:
     name = "tables"
     recordable = True
 
-    def __call__(
-        self, q: torch.Tensor, k_new: torch.Tensor, v_new: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        spans: RaggedBatch, window: int, out: torch.Tensor, sinks: torch.Tensor | None,
-    ) -> torch.Tensor:  # fmt: skip
+    def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
+        q, k_new, v_new, k_cache, v_cache, spans, _, out, _ = inputs
+        assert k_new is not None
+        assert v_new is not None
+        assert out is not None
         starts, ends, rows, offsets = spans.table.tolist()
         for span, row in spans.tiles(3).tolist():
             first, last = starts[span] + row, min(starts[span] + row + 3, ends[span])
@@ -432,7 +423,7 @@ def test_short_passes_with_and_without_prefixes_are_one_graph(
 def test_static_bytes_are_those_of_the_buffers(
     targets: Targets, name: str, needs_all_hidden: bool, aux: tuple[int, ...]
 ) -> None:
-    worker = targets.engine(name, "none")._worker
+    worker = targets.engine(name, "none").parts.worker
     model, cache, batch = worker.decode_step.model.with_aux(aux), worker.decode_step.cache, worker.batch
     recorder: Any = FakeRecorder(torch.device("cpu"))
     piecewise = PiecewiseGraphs(
@@ -451,7 +442,7 @@ def test_memory_plan_has_the_static_bytes_of_each_model(graph_engine: Callable[.
         planned.append(engine.plan.graphs)
     models = 2 if name == "self" else 1
     assert planned[0] - planned[1] == models * static_bytes(
-        engine._model.config, torch.float32, 1, needs_all_hidden=False
+        engine.parts.model.config, torch.float32, 1, needs_all_hidden=False
     )
 
 
@@ -469,14 +460,17 @@ def test_buckets_rise_to_the_maximum(buckets: Callable[[int], list[int]], most: 
 def test_out_of_memory_shows_the_plan(
     toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> NoReturn:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
 
+    class Recorder(FakeRecorder):
+        record = fail
+
     engine = graph_engine(graphs=Graphs())
-    monkeypatch.setattr("specbatch.engine.schedule.runner.Runner.decode", fail)
+    engine.parts.worker.decode = fail
     with pytest.raises(SpecbatchError, match="out of memory while running prompts"):
         engine.generate([list(toy.prompts()[0])], greedy(4))
-    monkeypatch.setattr(FakeRecorder, "record", fail)
+    fake_graphs(monkeypatch, Recorder)
     message = r"out of memory while building the engine: .* KV .* graphs .*; use a lower"
     with pytest.raises(SpecbatchError, match=message):
         graph_engine()

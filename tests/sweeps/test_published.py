@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from specbatch.cli.app import app
 from specbatch.errors import SpecbatchError
 from specbatch.sweeps.published import published_table
-from specbatch.sweeps.run.grid import read_grid
+from specbatch.sweeps.run.configurations import read_grid
 from tests.kit.swept import saved, swept
 
 GRIDS = Path(__file__).parents[2] / "docs" / "grids"

@@ -22,13 +22,14 @@ from trained import TRAINED
 from specbatch import weights
 from specbatch.cli.output import open_engine
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import SamplingParams
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 from specbatch.training import trainer
 from specbatch.training.answers import read_answers
 from specbatch.training.data import Example
 from specbatch.training.recipe import HEADS, Recipe
-from specbatch.training.run import Source, train_draft
+from specbatch.training.run import train_draft
+from specbatch.training.source import Source
 from specbatch.training.target import Target
 
 VOCABULARY, MAX_LEN, LAYERS = 40, 48, 9
@@ -77,7 +78,7 @@ def write_target(folder: Path) -> None:
         name: torch.randn(shape, generator=generator) * 0.8 / math.sqrt(shape[-1])
         if len(shape) > 1
         else 1 + torch.randn(shape, generator=generator) / 4
-        for name, shape in ModelConfig.from_dict(config).tensor_shapes().items()
+        for name, shape in tensor_shapes(ModelConfig.from_dict(config)).items()
     }
     # The next token mostly depends on the last one, in one long cycle, and sometimes on the one before it.
     embedding = tensors["model.embed_tokens.weight"] = 10 * F.normalize(tensors["model.embed_tokens.weight"])
@@ -127,8 +128,8 @@ def train(target_folder: Path) -> Callable[..., dict[str, Any]]:
             page_size=4,
             seed=recipe.seed,
         )
-        params = SamplingParams(temperature=temperature, max_new_tokens=30)
-        source = Source(data, None, params, limit=limit) if answers is None else Source(None, answers, limit=limit)
+        asked = {"data": data, "temperature": temperature, "max_new_tokens": 30}
+        source = Source(limit=limit, **asked if answers is None else {"answers": answers})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(trainer, "LINES", 4)
             return train_draft(

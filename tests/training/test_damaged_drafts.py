@@ -97,7 +97,7 @@ def test_damaged_target_files_are_attributed_to_the_model(draft, target_folder):
 
 def test_fp8_weights_are_checked():
     from specbatch.models.config import ModelConfig
-    from specbatch.models.layers.blocks import Reader
+    from specbatch.models.weight_reader import Reader
     from specbatch.weights.dummy import SHAPES
 
     quantized = {"quantization_config": SHAPES["qwen3-8b-fp8"]["quantization_config"]}

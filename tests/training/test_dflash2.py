@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, weight_shapes
 from specbatch.models.heads.dflash2 import DFlash2, DFlash2Config
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 from specbatch.training.data import Batch
 from specbatch.training.dflash2 import Convolution, DFlash2Head
 
@@ -91,7 +91,7 @@ def test_scores_of_candidates_match_the_engine(head, target):
     """The hidden states are compared in `test_roundtrip`, by the drafts that an engine accepts."""
     tensors = head.tensors()
     config = DFlash2Config.from_dict(head.config())
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == config.weight_shapes()
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == weight_shapes(config)
     model: Decoder = target._model
     own = DFlash2(Reader(config, tensors.__getitem__, torch.float32, CPU, of_draft=True), model, 64)
     hidden, before = torch.randn(6, 24, generator=torch.Generator().manual_seed(2)), torch.arange(6)

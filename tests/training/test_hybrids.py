@@ -10,8 +10,9 @@ from targets import HYBRIDS, LATENT
 from uncached import decoder_of
 
 from specbatch.kernels.attention.qkv import split_qkv_rope_ref
+from specbatch.models.decoder import tensor_shapes
 from specbatch.models.heads.mtp import Mtp, mtp_config
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 from specbatch.training.chain import Memory, ahead
 from specbatch.training.data import Batch, Example
 from specbatch.training.mtp import MtpHead
@@ -56,7 +57,7 @@ def test_engine_runs_the_trained_mtp_head(targets, name):
     tensors = head.tensors()
     found = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     config = mtp_config(checkpoint.config, found)
-    assert found == config.tensor_shapes()
+    assert found == tensor_shapes(config)
     ours = Mtp(Reader(config, tensors.__getitem__, torch.float32, CPU, of_draft=True), decoder_of(checkpoint), LENGTH)
     x, qkv = ours.enter(embedded[0], last[0])
     q, k, v = (part.transpose(0, 1)[None] for part in split_qkv_rope_ref(qkv, ours.heads, torch.arange(12)))

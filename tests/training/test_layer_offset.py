@@ -45,7 +45,7 @@ def run(target_folder, trained, sensitive, prompts_file, monkeypatch):
             for _ in range(runs):
                 engine.generate(prompts, SamplingParams(max_new_tokens=tokens, ignore_eos=True))
             record = engine.record()
-            assert not engine._scheduler.unfinished
+            assert not engine.parts.scheduler.unfinished
         return [line for line in log_lines if "low acceptance" in line or "feature layers:" in line], record
 
     return build

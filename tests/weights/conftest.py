@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from specbatch.weights import Checkpoint
+from specbatch.weights.known_models import KNOWN_MODELS, KnownModel
 
 SIZES = {
     "hidden_size": 64,
@@ -237,3 +239,15 @@ def _write_gguf(
 def read_all() -> Callable[[Checkpoint], dict[str, torch.Tensor]]:
     """Every tensor of a checkpoint by its name."""
     return lambda checkpoint: {name: checkpoint.tensor(name) for name in checkpoint.names()}
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[KnownModel], None]:
+    """`register(model)`: a known model with its name, in place of another one of that name."""
+    return lambda model: monkeypatch.setitem(KNOWN_MODELS, model.name, model)
+
+
+@pytest.fixture
+def answer_as_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., str]], None]:
+    """`answer_as_hub(download)`: what is asked of the model hub from now on, as of `snapshot_download`."""
+    return lambda download: monkeypatch.setattr(huggingface_hub, "snapshot_download", download)

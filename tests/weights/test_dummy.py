@@ -12,10 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
+from specbatch.models.decoder import parameter_count, tensor_shapes, weight_shapes
+from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.formats.int4 import Int4Weights
 from specbatch.weights import open_checkpoint
-from specbatch.weights.dummy import SHAPES, random_fp8, random_scales, random_tensor
+from specbatch.weights.dummy import SHAPES, random_tensor
 
 # Published parameter counts.
 PARAMETERS = {
@@ -48,17 +50,17 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_named_shapes(name: str) -> None:
     checkpoint = open_checkpoint(name, "dummy")
-    assert checkpoint.config.parameter_count() == PARAMETERS.get(name, checkpoint.config.parameter_count())
+    assert parameter_count(checkpoint.config) == PARAMETERS.get(name, parameter_count(checkpoint.config))
     assert checkpoint.tokenizer().vocab_size == checkpoint.config.vocab_size
     assert checkpoint.config.rope.source in ("rope_theta", "rope_parameters", "the family")
     if checkpoint.config.quantization is None and not name.startswith("gpt-oss"):
-        assert checkpoint.bytes == 4 * checkpoint.config.parameter_count()
+        assert checkpoint.bytes == 4 * parameter_count(checkpoint.config)
 
 
 def test_fp8_tensors_of_the_80b_shape() -> None:
     """All but the ends, norms, convolutions, routers and the inputs of the delta nets' gates."""
     checkpoint = open_checkpoint("qwen3-next-80b-a3b-fp8", "dummy", device="cuda")  # nothing is made here
-    shapes = checkpoint.config.tensor_shapes()
+    shapes = tensor_shapes(checkpoint.config)
     plain = {re.sub(r"layers\.\d+\.", "", name) for name in shapes if name + "_scale_inv" not in shapes}
     matrices = {name for name in plain if "norm" not in name and not name.endswith("_scale_inv")}
     assert matrices == {
@@ -73,15 +75,17 @@ def test_fp8_tensors_of_the_80b_shape() -> None:
     assert shapes["model.layers.5.mlp.experts.gate_up_proj_scale_inv"] == (512, 8, 16)
     unquantized = sum(math.prod(shape) for name, shape in shapes.items() if re.sub(r"layers\.\d+\.", "", name) in plain)
     scales = sum(math.prod(shape) for name, shape in shapes.items() if name.endswith("_scale_inv"))
-    assert checkpoint.bytes == checkpoint.config.parameter_count() + (unquantized - scales) + 4 * scales
+    assert checkpoint.bytes == parameter_count(checkpoint.config) + (unquantized - scales) + 4 * scales
     assert 80e9 < checkpoint.bytes < 81e9
 
 
 def test_fp8_tensors_have_the_variance_of_others() -> None:
-    values = random_fp8("w", (3, 256, 300), 1)
+    generator = torch.Generator().manual_seed(1)
+    values = FP8Weights().random("a_proj", (3, 256, 300), 300, generator)
+    scales = FP8Weights().random("a_proj_scale_inv", (3, 2, 3), 300, generator)
     assert not values.float().isnan().any()
     assert len(values.view(torch.uint8).unique()) == 254
-    dequantized = Weight(values, random_scales("w_scale_inv", (3, 2, 3), 300, 1)).dequantize(torch.float32)
+    dequantized = FP8Weight(values, scales).dequantize(torch.float32)
     assert dequantized.std() * 300**0.5 == pytest.approx(1, abs=0.06)
     assert dequantized.mean().abs() < 0.02 * dequantized.std()
     assert len({dequantized[part, :128, :128].std().item() for part in range(3)}) == 3  # each block has its own scale
@@ -93,7 +97,7 @@ def test_fp8_matrices_keep_activation_variance(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path), "dummy")
     for name, inputs in (("gate_up_proj", 640), ("down_proj", 512)):
         stem = f"model.layers.0.mlp.experts.{name}"
-        weight = Weight(checkpoint.tensor(stem), checkpoint.tensor(f"{stem}_scale_inv"))
+        weight = FP8Weight(checkpoint.tensor(stem), checkpoint.tensor(f"{stem}_scale_inv"))
         assert weight.dequantize(torch.float32).std() * inputs**0.5 == pytest.approx(1, abs=0.03)
 
 
@@ -108,7 +112,7 @@ def test_int4_tensors_have_the_variance_of_others(tmp_path: Path) -> None:
     assert weight.std() * 640**0.5 == pytest.approx(1, abs=0.03)
     assert abs(weight.mean()) < 0.15 * weight.std()  # whole numbers from -8 to 7
     packed = open_checkpoint("qwen3-8b-awq", "dummy", device="cuda")  # nothing is made here
-    matrices = sum(math.prod(shape) for name, shape in packed.config.weight_shapes().items() if "layers" in name)
+    matrices = sum(math.prod(shape) for name, shape in weight_shapes(packed.config).items() if "layers" in name)
     assert packed.bytes == pytest.approx(2 * (8_190_735_360 - matrices) + matrices * (0.5 + 2.5 / 128), rel=1e-3)
 
 

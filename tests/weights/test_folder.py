@@ -11,6 +11,7 @@ from crossed import crossed
 from safetensors.torch import load_file, save_file
 
 from specbatch.errors import SpecbatchError
+from specbatch.models.decoder import parameter_count
 from specbatch.weights import open_checkpoint
 
 Make = Callable[..., Any]
@@ -39,7 +40,7 @@ def test_saved_model_round_trips(
     assert (config.family, config.rope.theta, config.rope.kind) == (family, 3e4, "linear")
     assert config.tie_embeddings == tied
     assert config.eos_ids == (299, 297)
-    assert checkpoint.bytes == 4 * config.parameter_count()
+    assert checkpoint.bytes == 4 * parameter_count(config)
     assert checkpoint.name == "model"
 
 
@@ -51,7 +52,7 @@ def test_sharded_checkpoint(tiny_model: Make, save: Make, read_all: Make) -> Non
     loaded = read_all(checkpoint)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
     assert checkpoint.config.dtype == "bfloat16"
-    assert checkpoint.bytes == 2 * checkpoint.config.parameter_count()
+    assert checkpoint.bytes == 2 * parameter_count(checkpoint.config)
 
 
 def test_explicit_head_overrides_tied_embeddings(tiny_model: Make, save: Make) -> None:

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from uncached import decoder_of, logits_of
 
 from specbatch.errors import SpecbatchError
+from specbatch.models.formats.mxfp4 import Mxfp4Weights
 from specbatch.weights import Checkpoint, open_checkpoint
 from specbatch.weights.gguf_tokenizer import pre_tokenizer
 
@@ -183,8 +184,8 @@ def test_quantized_experts(tmp_path: Path) -> None:
             packed = gguf.quants.quantize(np.ascontiguousarray(tensors[name].detach().numpy()), kind)
             tensors[name] = torch.from_numpy(gguf.quants.dequantize(packed, kind))
         plain = open_checkpoint(write(tmp_path / f"{arch}-plain.gguf", arch, model.config, tensors))
-        assert checkpoint.config.has_mxfp4 == (arch == "gpt-oss")
-        assert not plain.config.has_mxfp4
+        assert isinstance(checkpoint.config.quantization, Mxfp4Weights) == (arch == "gpt-oss")
+        assert plain.config.quantization is None
         torch.testing.assert_close(logits(checkpoint), logits(plain), rtol=0, atol=1e-6)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -12,11 +11,11 @@ from specbatch.errors import SpecbatchError
 from specbatch.weights import hub, open_checkpoint
 
 
-def test_unreachable_hub_names_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_names_alternatives(answer_as_hub: Callable[..., None]) -> None:
     def unreachable(*arguments: Any, **options: Any) -> str:
         raise LocalEntryNotFoundError("Cannot reach the hub.\nMore words on a second line.")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    answer_as_hub(unreachable)
     with pytest.raises(SpecbatchError) as error:
         open_checkpoint("Qwen/Qwen2.5-0.5B")
     message = str(error.value)
@@ -28,8 +27,9 @@ def test_unreachable_hub_names_alternatives(monkeypatch: pytest.MonkeyPatch) -> 
         open_checkpoint("toy", "dummy", tokenizer="Qwen/Qwen2.5-0.5B")
 
 
-def test_invalid_names_never_query_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+def test_invalid_names_never_query_the_hub(answer_as_hub: Callable[..., None]) -> None:
+    asked: list[str] = []
+    answer_as_hub(lambda repository, **_: asked.append(repository) or "")
     for name in ("smollm3", "a/b/c"):
         with pytest.raises(SpecbatchError, match=r"no such name, file or folder.*smollm2-135m"):
             open_checkpoint(name)
@@ -40,10 +40,11 @@ def test_invalid_names_never_query_the_hub(monkeypatch: pytest.MonkeyPatch) -> N
             open_checkpoint(name)
     with pytest.raises(SpecbatchError, match="load_format='gguf': from the hub only safetensors"):
         open_checkpoint("someone/model", "gguf")
+    assert not asked
 
 
 def test_snapshot_is_opened_as_a_folder(
-    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Any], save: Callable[..., Path]
+    answer_as_hub: Callable[..., None], tiny_model: Callable[..., Any], save: Callable[..., Path]
 ) -> None:
     folder = save(tiny_model("qwen2"))
     requests: list[tuple[str, Any, Any]] = []
@@ -52,7 +53,7 @@ def test_snapshot_is_opened_as_a_folder(
         requests.append((repository, options["revision"], options["allow_patterns"]))
         return str(folder)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    answer_as_hub(download)
     checkpoint = open_checkpoint("someone/model@abc", tokenizer="someone/tokenizer")
     assert requests[0] == ("someone/tokenizer", None, hub.TOKENIZER_FILES)
     assert requests[1] == ("someone/model", "abc", hub.MODEL_FILES)

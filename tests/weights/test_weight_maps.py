@@ -15,8 +15,8 @@ from limits import limited
 
 from specbatch.errors import SpecbatchError
 from specbatch.weights import open_checkpoint
-from specbatch.weights.checkpoint import open_tokenizer
 from specbatch.weights.draft_heads import open_draft
+from specbatch.weights.opening import open_tokenizer
 
 
 def refusal(folder: Path) -> str:

@@ -17,10 +17,9 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout, write_keys, write_latent_ref
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.qkv import write_keys, write_latent_ref
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.common.rowwise import exp, row_sum
 
@@ -137,19 +136,11 @@ class SpanDecodeAttention:
         end = lengths + sees.sum(1, keepdim=True)
         self._bounds = cache(lambda mask: (_begin(end, mask.window), end))
 
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        heads: QKVLayout,
-        positions: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        mask: Mask,
-    ) -> torch.Tensor:
+    def __call__(self, inputs: AttentionInputs, mask: Mask) -> torch.Tensor:
         """As `DecodeAttentionRef.__call__`."""
-        q = write_keys(qkv, heads, positions, self._new, k_cache, v_cache)
+        _, heads, _, k_cache, v_cache = inputs
+        q = write_keys(inputs, self._new).unflatten(0, (len(self._slots), -1))
         scale = heads.scale if isinstance(heads, LatentLayout) else None
-        q = q.unflatten(0, (len(self._slots), -1))
         attended = span_attention(q, k_cache, v_cache, self._slots, *self._bounds(mask), heads.sinks, scale)
         return attended.flatten(0, 1).flatten(1)
 
@@ -190,15 +181,9 @@ def span_prefill_attention(
     return torch.cat(parts)
 
 
-def span_latent_prefill(
-    projected: torch.Tensor,
-    heads: LatentLayout,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    spans: RaggedBatch,
-) -> torch.Tensor:
+def span_latent_prefill(inputs: AttentionInputs, slots: torch.Tensor, spans: RaggedBatch) -> torch.Tensor:
     """`latent_prefill_ref`, deterministic."""
-    q = write_latent_ref(projected, heads, positions, slots, k_cache, v_cache)
+    _, heads, _, k_cache, v_cache = inputs
+    assert isinstance(heads, LatentLayout)
+    q = write_latent_ref(inputs, slots)
     return span_prefill_attention(q, k_cache, v_cache, spans, scale=heads.scale).flatten(1)

@@ -10,9 +10,9 @@ sliding window a program begins with the span of the oldest key that its rows se
 nothing.
 
 All sums over keys are sums of a tensor core, that of the weights too, whose order does not depend on the tile (see
-`gemm/fixed_order`): 16 to 64 rows, tokens times the query heads that share a KV head. Those of float32 are added one by
-one, in the order of the keys. Multiplications and additions elsewhere are not fused (`enable_fp_fusion`), because the
-compiler may choose differently in two places.
+`gemm/deterministic/fixed_order`): 16 to 64 rows, tokens times the query heads that share a KV head. Those of float32
+are added one by one, in the order of the keys. Multiplications and additions elsewhere are not fused
+(`enable_fp_fusion`), because the compiler may choose differently in two places.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope
+from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots_triton import kv_slot
-from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
+from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
 SPAN = 128
@@ -50,31 +49,48 @@ PROGRAMS = 2  # for each processor; with fewer tiles than that, spans are shared
 WORKSPACE = 256 << 20  # bytes of partial results, at most
 
 
-def prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    spans: RaggedBatch,
-    out: torch.Tensor | None = None,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention of q [T, heads, dim], the rows of `spans`, over caches [pages, page_size, kv, dim] that hold all
-    of their keys, of which a row sees the last `window`. sinks: see `QKVLayout`. Returns [T, heads, dim]."""
-    tokens = max(1, _most_rows(q, k_cache) // (q.shape[1] // k_cache.shape[2]))
-    table = spans.table
-    return _launch(
-        q, k_cache, v_cache, (table[0], table[1], table[2], table[3]), spans.tiles(tokens), spans.page_table,
-        spans.page_size, max(spans.ends), 0, out, window=window, sinks=sinks,
-    )  # fmt: skip
-
-
 class Lineages(NamedTuple):
     """The nodes that each query of a tree sees: their numbers int32 [T, width], parents first, and how many, int32
     [T, 1]."""
 
     nodes: torch.Tensor
     seen: torch.Tensor
+
+
+class SpanPass(NamedTuple):
+    """The queries of a pass, and where their keys are.
+
+    bounds      starts, ends, rows and offsets of a prompt's `spans`; else lengths and slots, twice each
+    spans       of a prompt pass; None: `num_queries` for each sequence
+    page_table  int64 [R, P]
+    longest     no sequence has more keys
+    lineages    of trees
+    """
+
+    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    spans: RaggedBatch | None
+    page_table: torch.Tensor
+    longest: int
+    num_queries: int = 0
+    lineages: Lineages | None = None
+
+    @classmethod
+    def prompt(cls, spans: RaggedBatch) -> SpanPass:
+        table = spans.table
+        return cls((table[0], table[1], table[2], table[3]), spans, spans.page_table, max(spans.ends))
+
+    @classmethod
+    def decode(cls, queries: DecodeQueries, lineages: Lineages | None) -> SpanPass:
+        lengths, slots, table = queries.lengths, queries.slots, queries.page_table
+        longest = table.shape[1] * queries.page_size if queries.bound is None else queries.bound
+        return cls((lengths, lengths, slots, slots), None, table, longest, queries.num_queries, lineages)
+
+
+def prefill_attention(inputs: PrefillInputs, keys: int = KEYS) -> torch.Tensor:
+    """Causal attention over caches that hold all keys of the pass -> [T, heads, dim]. keys: of a tile."""
+    q, _, _, k_cache, v_cache, spans, window, out, sinks = inputs
+    span_pass = SpanPass.prompt(spans)
+    return attend_to_spans(q, k_cache, v_cache, span_pass, out=out, window=window or None, sinks=sinks, keys=keys)
 
 
 def decode_attention(queries: DecodeQueries) -> partial[torch.Tensor]:
@@ -115,18 +131,9 @@ def _lineages(ancestors, nodes, seen, width, BLOCK: tl.constexpr, PDL: tl.conste
 
 @triton.jit(do_not_specialize=["tokens", "count", "first", "width"])
 def _new_slots(
-    page_table,
-    rows,
-    lengths,
-    slots,
-    tokens,
-    count,
-    first,
-    width,
-    PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    page_table, rows, lengths, slots, tokens, count, first, width,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Where the key of each token goes; page 0, which is for padding, if there is no page for it."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
@@ -141,23 +148,13 @@ def _decode(
     queries: DecodeQueries,
     slots: torch.Tensor,
     lineages: Lineages | None,
-    qkv: torch.Tensor,
-    heads: QKVLayout,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    inputs: AttentionInputs,
     mask: Mask,
 ) -> torch.Tensor:
     assert mask.causal, "tokens of a target see no keys after them"
-    q = split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache)[0]
-    table, size = queries.page_table, queries.page_size
-    longest = table.shape[1] * size if queries.bound is None else queries.bound
-    bounds = queries.lengths, queries.lengths, queries.slots, queries.slots
-    out = _launch(
-        q, k_cache, v_cache, bounds, None, table, size, longest, queries.num_queries, None, lineages=lineages,
-        window=mask.window, sinks=heads.sinks,
-    )  # fmt: skip
-    return out.flatten(1)
+    _, heads, _, k_cache, v_cache = inputs
+    q, span_pass = split_qkv_rope(inputs, slots)[0], SpanPass.decode(queries, lineages)
+    return attend_to_spans(q, k_cache, v_cache, span_pass, window=mask.window, sinks=heads.sinks).flatten(1)
 
 
 def warps_and_stages(rows: int, block: int, *, is_fp32: bool, is_spread: bool) -> tuple[int, int]:
@@ -169,35 +166,33 @@ def warps_and_stages(rows: int, block: int, *, is_fp32: bool, is_spread: bool) -
     return SHARED_LAUNCH if is_spread and rows <= 64 else LAUNCHES.get(rows, (8, 2))
 
 
-def _launch(
+def attend_to_spans(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    tiles: torch.Tensor | None,
-    page_table: torch.Tensor,
-    page_size: int,
-    longest: int,
-    count: int,
-    out: torch.Tensor | None,
-    splits: int | None = None,
-    rows: int | None = None,
-    lineages: Lineages | None = None,
+    span_pass: SpanPass,
+    *,
+    out: torch.Tensor | None = None,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    splits: int | None = None,
+    rows: int | None = None,
+    keys: int = KEYS,
 ) -> torch.Tensor:
-    """tiles: of a prompt pass, whose bounds are starts, ends, rows and offsets; None: `count` rows for each sequence,
-    with bounds lengths and slots. lineages: of a tree. splits: programs that share the spans of a tile; rows: of a
-    tile; both are chosen by the sizes if None."""
-    _, heads, dim = q.shape
-    kv = k_cache.shape[2]
+    """Attention of q [T, heads, dim], whose keys are in the caches -> [T, heads, dim].
+
+    splits: programs that share the spans of a tile; rows: of a tile; both are chosen by the sizes if None. keys: of a
+    tile."""
+    bounds, prompt, page_table, longest, count, lineages = span_pass
+    (_, heads, dim), (page_size, kv) = q.shape, k_cache.shape[1:3]
     group = heads // kv
     together = count if lineages is None else 1  # rows of a sequence that see the same keys up to a place
     if rows is None:
         most = _most_rows(q, k_cache)
-        rows = most if tiles is not None else min(most, tile_side(together * group))
+        rows = most if prompt is not None else min(most, tile_side(together * group))
     rows = max(rows, next_power_of_2(group))
     tokens = max(1, rows // group) if lineages is None else 1
+    tiles = None if prompt is None else prompt.tiles(tokens)
     sequences = len(bounds[0]) if tiles is None else 1
     per_sequence = cdiv(count, tokens) if tiles is None else len(tiles)
     programs = sequences * per_sequence * kv
@@ -220,7 +215,7 @@ def _launch(
         q, k_cache, v_cache, sinks, out, partials, arrivals, *bounds, tiles, nodes, seen,
         page_table, page_table.stride(0), q.stride(0), width, spans, count, per_sequence, window, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
-        ROWS=rows, FEW=few, KEYS=KEYS, SPAN=SPAN, SPREAD=splits > 1,
+        ROWS=rows, FEW=few, KEYS=keys, SPAN=SPAN, SPREAD=splits > 1,
         AT_ONCE=max(1, min(16, 32 * warps // few)), **pdl(q), num_warps=warps, num_stages=stages,
         enable_fp_fusion=False,
     )  # fmt: skip

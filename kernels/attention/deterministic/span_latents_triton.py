@@ -23,17 +23,16 @@ from specbatch.kernels.attention.deterministic.span_attention_triton import (
     PROGRAMS,
     WORKSPACE,
     Lineages,
+    SpanPass,
     _merge,
     _slots,
     _tokens_of,
 )
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout, write_latent
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.qkv import write_latent
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeQueries, Mask
-from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
+from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
 SPAN = 128
@@ -44,20 +43,11 @@ AT_ONCE = 8  # spans that are loaded before the first is merged
 
 
 def span_latent_prefill(
-    projected: torch.Tensor,
-    heads: LatentLayout,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    spans: RaggedBatch,
-    *,
-    splits: int | None = None,
+    inputs: AttentionInputs, slots: torch.Tensor, spans: RaggedBatch, *, splits: int | None = None, span: int = SPAN
 ) -> torch.Tensor:
-    """`latent_prefill_ref`. splits: programs that share the spans of a tile, chosen by the sizes if None."""
-    q, table = write_latent(projected, heads, positions, slots, k_cache, v_cache), spans.table
-    bounds, longest = (table[0], table[1], table[2], table[3]), max(spans.ends)
-    return _launch(q, heads, positions, k_cache, v_cache, bounds, spans, spans.page_table, longest, splits=splits)
+    """`latent_prefill_ref`. splits: programs that share the spans of a tile, chosen by the sizes if None; span: keys of
+    a span."""
+    return _launch(write_latent(inputs, slots), inputs, SpanPass.prompt(spans), splits, span)
 
 
 def span_latent_verify(queries: DecodeQueries) -> partial[torch.Tensor]:
@@ -69,41 +59,22 @@ def _verify(
     queries: DecodeQueries,
     slots: torch.Tensor,
     lineages: Lineages | None,
-    projected: torch.Tensor,
-    heads: QKVLayout,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    inputs: AttentionInputs,
     mask: Mask,
     *,
     splits: int | None = None,
+    span: int = SPAN,
 ) -> torch.Tensor:
-    assert isinstance(heads, LatentLayout)
-    q, table = write_latent(projected, heads, positions, slots, k_cache, v_cache), queries.page_table
-    longest = table.shape[1] * queries.page_size if queries.bound is None else queries.bound
-    bounds, count = (queries.lengths, queries.lengths, queries.slots, queries.slots), queries.num_queries
-    return _launch(
-        q, heads, positions, k_cache, v_cache, bounds, None, table, longest, count, lineages=lineages, splits=splits
-    )
+    return _launch(write_latent(inputs, slots), inputs, SpanPass.decode(queries, lineages), splits, span)
 
 
 def _launch(
-    q: torch.Tensor,
-    heads: LatentLayout,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    bounds: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    spans: RaggedBatch | None,
-    page_table: torch.Tensor,
-    longest: int,
-    count: int = 0,
-    *,
-    lineages: Lineages | None = None,
-    splits: int | None = None,
+    q: torch.Tensor, inputs: AttentionInputs, span_pass: SpanPass, splits: int | None, span: int
 ) -> torch.Tensor:
-    """spans: of a prompt pass, whose bounds are starts, ends, rows and offsets; None: `count` rows for each sequence,
-    with bounds lengths and slots. lineages: of a tree. Returns [T, count * rank]."""
+    """q: from `inputs`, whose keys are written. Returns [T, count * rank]."""
+    _, heads, positions, k_cache, v_cache = inputs
+    assert isinstance(heads, LatentLayout)
+    bounds, spans, page_table, longest, count, lineages = span_pass
     rank, rope, total = heads.rank, heads.dim - heads.rank, len(q) * heads.count
     keys, most = (FP32_KEYS, FP32_ROWS) if q.element_size() == 4 else (KEYS, ROWS)
     group = max(size for size in range(1, most + 1) if heads.count % size == 0)  # heads of a tile
@@ -116,7 +87,7 @@ def _launch(
     tiles = None if spans is None else spans.tiles(tokens)
     per_sequence = cdiv(count, tokens) if tiles is None else len(tiles)
     programs = heads.count // group * sequences * per_sequence
-    block, parts = max(64, next_power_of_2(rank)), cdiv(longest, SPAN)
+    block, parts = max(64, next_power_of_2(rank)), cdiv(longest, span)
     cells = parts * total * (block + 2)
     if splits is None:
         splits = max(1, min(PROGRAMS * multiprocessors(q.device) // programs, parts))
@@ -129,11 +100,11 @@ def _launch(
         width, total, parts, count, per_sequence, heads.scale * LOG2E,
         HEADS=heads.count, GROUP=group, RANK=rank, BLOCK_R=block, ROPE=rope,
         BLOCK_P=tile_side(rope), PAGE=k_cache.shape[1], TOKENS=tokens, ROWS=rows, KEYS=keys,
-        SPAN=SPAN, SPREAD=splits > 1, **pdl(q), num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
+        SPAN=span, SPREAD=splits > 1, **pdl(q), num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         _merge_spans[(total,)](
-            partials, positions, out, total, parts, HEADS=heads.count, RANK=rank, BLOCK_R=block, SPAN=SPAN,
+            partials, positions, out, total, parts, HEADS=heads.count, RANK=rank, BLOCK_R=block, SPAN=span,
             AT_ONCE=AT_ONCE, **pdl(q), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out

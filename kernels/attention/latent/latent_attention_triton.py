@@ -1,4 +1,4 @@
-"""Triton kernels of `latent_attention`: rope and the write of keys, and attention of all heads to the latents.
+"""Triton kernels of `latent_attention`: attention of all heads to the latents.
 
 Queries of all heads see the same keys, so a tile of query rows is some tokens with all of their heads, and a step
 reads a block of latents once for both products. The keys of a verify may be split over programs; `_merge` then adds the
@@ -13,13 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.qkv_triton import write_latent
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.attention.verify.verify_attention_configs import splits_for
 from specbatch.kernels.common.kv_slots import kv_slots
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
+from specbatch.kernels.common.sizes import cdiv, tile_side
 from specbatch.kernels.common.workspace import reserve
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -46,61 +45,6 @@ def tile_for(rows: int, item: int) -> LatentTile:
     if rows <= FEW.block_m:
         return FEW
     return FP32 if item == 4 else MANY
-
-
-@triton.jit
-def _write_latent(
-    projected, positions, slots, cos, sin, k_cache, v_cache,
-    COUNT: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
-    HALF: tl.constexpr, BLOCK_H: tl.constexpr, INTERLEAVED: tl.constexpr,
-):  # fmt: skip
-    """A token per program: rotates queries and key in place, and stores key and latent. The last of COUNT + 1 rows is
-    that of the key."""
-    dim: tl.constexpr = RANK + 2 * HALF
-    token = tl.program_id(0).to(tl.int64)
-    position, slot = tl.load(positions + token), tl.load(slots + token)
-    row, pair = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK_H)[None, :]
-    there = (row <= COUNT) & (pair < HALF)
-    step: tl.constexpr = 2 if INTERLEAVED else 1
-    apart: tl.constexpr = 1 if INTERLEAVED else HALF
-    first = projected + (token * (COUNT + 1) + row) * dim + RANK + step * pair
-    x1, x2 = tl.load(first, there, 0.0), tl.load(first + apart, there, 0.0)
-    dtype: tl.constexpr = x1.dtype
-    # Both halves of a table hold the same angles; only the sine's first half has its sign turned.
-    angle = position * (2 * HALF) + pair
-    c = tl.load(cos + angle, pair < HALF, 0.0).to(tl.float32)
-    s = tl.load(sin + angle + HALF, pair < HALF, 0.0).to(tl.float32)
-    x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
-    y1, y2 = (x1 * c - x2 * s).to(dtype), (x2 * c + x1 * s).to(dtype)
-    tl.store(first, y1, there)
-    tl.store(first + apart, y2, there)
-    is_key = there & (row == COUNT)
-    stored: tl.constexpr = k_cache.dtype.element_ty
-    place = k_cache + slot * (2 * HALF) + step * pair + row * 0
-    tl.store(place, y1.to(stored), is_key)
-    tl.store(place + apart, y2.to(stored), is_key)
-    column = tl.arange(0, BLOCK_R)
-    latent = tl.load(projected + (token * (COUNT + 1) + COUNT) * dim + column, column < RANK, 0.0)
-    tl.store(v_cache + slot * RANK + column, latent.to(stored), column < RANK)
-
-
-def write_latent(
-    projected: torch.Tensor,
-    heads: LatentLayout,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> torch.Tensor:
-    """`write_latent_ref`, in place: the queries are a view of `projected`."""
-    half = (heads.dim - heads.rank) // 2
-    _write_latent[(len(projected),)](
-        projected, positions, slots, heads.cos, heads.sin, k_cache, v_cache,
-        COUNT=heads.count, ROWS=next_power_of_2(heads.count + 1), RANK=heads.rank,
-        BLOCK_R=next_power_of_2(heads.rank), HALF=half, BLOCK_H=next_power_of_2(half),
-        INTERLEAVED=heads.interleaved, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return projected.view(len(projected), heads.count + 1, heads.dim)[:, :-1]
 
 
 @triton.jit(do_not_specialize=["n", "first_node"])
@@ -223,11 +167,7 @@ def slots_of(queries: DecodeQueries) -> torch.Tensor:
 def latent_verify(
     queries: DecodeQueries,
     slots: torch.Tensor,
-    projected: torch.Tensor,
-    heads: QKVLayout,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    inputs: AttentionInputs,
     mask: Mask,
     *,
     splits: int | None = None,
@@ -237,43 +177,32 @@ def latent_verify(
 
     splits: how many programs share the keys of a tile; tile: its configuration; both are chosen by the sizes if None.
     """
-    assert isinstance(heads, LatentLayout)
-    count, capacity = queries.num_queries, queries.page_table.shape[1] * k_cache.shape[1]
-    q = write_latent(projected, heads, positions, slots, k_cache, v_cache)
-    rows, batch = count * heads.count, len(queries.lengths)
-    tile = tile or tile_for(rows, projected.element_size())
+    count, capacity = queries.num_queries, queries.page_table.shape[1] * inputs.k_cache.shape[1]
+    q = write_latent(inputs, slots)
+    rows, batch = count * inputs.heads.count, len(queries.lengths)
+    tile = tile or tile_for(rows, q.element_size())
     tiles = cdiv(rows, tile.block_m)
-    splits = splits or splits_for(batch * tiles, tile.block_m, cdiv(capacity, _LEAST_SPLIT), projected.device)
+    splits = splits or splits_for(batch * tiles, tile.block_m, cdiv(capacity, _LEAST_SPLIT), q.device)
     grid = tiles, splits, batch
-    return _attend(q, heads, k_cache, v_cache, grid, tile, queries.page_table, count, capacity, queries=queries)
+    return _attend(q, inputs, grid, tile, queries.page_table, count, capacity, queries=queries)
 
 
 def latent_prefill(
-    projected: torch.Tensor,
-    heads: LatentLayout,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    spans: RaggedBatch,
-    *,
-    tile: LatentTile | None = None,
+    inputs: AttentionInputs, slots: torch.Tensor, spans: RaggedBatch, *, tile: LatentTile | None = None
 ) -> torch.Tensor:
     """`latent_prefill_ref`."""
-    q = write_latent(projected, heads, positions, slots, k_cache, v_cache)
-    tile = tile or tile_for(MANY.block_m, projected.element_size())
-    tokens = max(1, tile.block_m // heads.count)
+    q, count = write_latent(inputs, slots), inputs.heads.count
+    tile = tile or tile_for(MANY.block_m, q.element_size())
+    tokens = max(1, tile.block_m // count)
     tiles = spans.tiles(tokens)
-    grid = cdiv(tokens * heads.count, tile.block_m), 1, len(tiles)
-    capacity = spans.page_table.shape[1] * k_cache.shape[1]
-    return _attend(q, heads, k_cache, v_cache, grid, tile, spans.page_table, tokens, capacity, spans=(spans, tiles))
+    grid = cdiv(tokens * count, tile.block_m), 1, len(tiles)
+    capacity = spans.page_table.shape[1] * inputs.k_cache.shape[1]
+    return _attend(q, inputs, grid, tile, spans.page_table, tokens, capacity, spans=(spans, tiles))
 
 
 def _attend(
     q: torch.Tensor,
-    heads: LatentLayout,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    inputs: AttentionInputs,
     grid: tuple[int, int, int],
     tile: LatentTile,
     page_table: torch.Tensor,
@@ -283,7 +212,10 @@ def _attend(
     queries: DecodeQueries | None = None,
     spans: tuple[RaggedBatch, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """tokens: of each sequence of `queries`, or of a tile of `spans`, which come with their tiles."""
+    """q: from `inputs`, whose keys are written. tokens: of each sequence of `queries`, or of a tile of `spans`, which
+    come with their tiles."""
+    _, heads, _, k_cache, v_cache = inputs
+    assert isinstance(heads, LatentLayout)
     rows, rank, rope = len(q) * heads.count, heads.rank, heads.dim - heads.rank
     out = torch.empty(len(q), heads.count * rank, dtype=q.dtype, device=q.device)
     block, splits = tile_side(rank), grid[1]

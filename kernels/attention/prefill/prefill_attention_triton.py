@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.common.kv_slots_triton import kv_slot
-from specbatch.kernels.common.multiprocessors import multiprocessors
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
+from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 
 LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
@@ -54,25 +53,13 @@ def tiling(dtype: torch.dtype, dim: int, source: str) -> Tiling:
     return Tiling(64, 64, 4, 3 if source == "rows" else 5)
 
 
-def prefill_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    spans: RaggedBatch,
-    window: int = 0,
-    k_new: torch.Tensor | None = None,
-    v_new: torch.Tensor | None = None,
-    tile: Tiling | None = None,
-    out: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Causal attention of q [T, heads, dim] over the caches [pages, page_size, kv, dim], which hold all keys already.
+def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torch.Tensor:
+    """Causal attention over the caches, which hold all keys already: [T, heads, dim].
 
-    `window`: a query sees that many keys, itself included; 0 is all. k_new, v_new [T, kv, dim]: the keys and values of
-    these very T tokens, read instead of the caches where no span has a prefix. The caches may be float8_e4m3fn. float32
-    is exact (no tf32). Values past the end of a sequence in its last page must be finite. sinks float32 [heads]: see
-    `QKVLayout`. Returns [T, heads, dim].
+    Where no span has a prefix, `k_new` and `v_new` are read instead. The caches may be float8_e4m3fn. float32 is exact
+    (no tf32). Values past the end of a sequence in its last page must be finite.
     """
+    q, k_new, v_new, k_cache, v_cache, spans, window, out, sinks = inputs
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
     group = heads // kv

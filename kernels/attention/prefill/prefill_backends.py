@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from specbatch.errors import refuse
 from specbatch.kernels.attention.deterministic.span_attention import span_prefill_attention
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
+from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.rehearsal import values_needed
 from specbatch.kernels.dispatch import is_deterministic
@@ -44,23 +45,8 @@ class PrefillAttention(Protocol):
     @property
     def recordable(self) -> bool: ...
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k_new: torch.Tensor | None,
-        v_new: torch.Tensor | None,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        spans: RaggedBatch,
-        window: int = 0,
-        out: torch.Tensor | None = None,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """q [T, count, dim]; k_new, v_new [T, kv, dim] (views will do) or None; caches [pages, page_size, kv, dim].
-
-        `window`: a query sees that many keys, itself included; 0 is all. sinks float32 [count]: see `QKVLayout`.
-        Returns [T, count, dim], in the memory of `out` if that is given and the backend can.
-        """
+    def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
+        """Returns [T, count, dim], in the memory of `inputs.out` if that is given and the backend can."""
         ...
 
 
@@ -80,7 +66,7 @@ def prefill_backend(
     if name not in NAMES:
         raise refuse(setting, name, f"use one of {', '.join(NAMES)}")
     if name == "auto":
-        return _Triton() if device.type == "cuda" else _Torch()
+        return TritonPrefill() if device.type == "cuda" else _Torch()
     if latents and device.type == "cuda" and name != "triton":
         raise refuse(setting, name, "has no multi-head latent attention here; use triton or auto")
     if name == "torch":
@@ -88,7 +74,7 @@ def prefill_backend(
     if device.type != "cuda":
         raise refuse(setting, name, "needs a CUDA device; use torch or auto")
     if name == "triton":
-        return _Triton()
+        return TritonPrefill()
     if dtype not in HALVES:
         raise refuse(setting, name, "supports float16 and bfloat16 only; use triton, torch or auto")
     if sinks:
@@ -125,21 +111,17 @@ def _packed(q: torch.Tensor, new: torch.Tensor | None, cache: torch.Tensor, span
     return flat.index_select(0, spans.key_slots)
 
 
-class _Triton:
+class TritonPrefill:
     name = "triton"
     recordable = True
 
-    def __call__(
-        self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
-        out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
         from specbatch.kernels.attention.deterministic import span_attention_triton
         from specbatch.kernels.attention.prefill.prefill_attention_triton import prefill_attention
 
         if is_deterministic():
-            return span_attention_triton.prefill_attention(q, k_cache, v_cache, spans, out, window or None, sinks)
-        return prefill_attention(q, k_cache, v_cache, spans, window, k_new, v_new, out=out, sinks=sinks)
+            return span_attention_triton.prefill_attention(inputs)
+        return prefill_attention(inputs)
 
 
 class _Torch:
@@ -149,11 +131,8 @@ class _Torch:
     name = "torch"
     recordable = False
 
-    def __call__(
-        self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
-        out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
+        q, k_new, v_new, k_cache, v_cache, spans, window, _, sinks = inputs
         fused = q.device.type == "cuda" and q.dtype in HALVES and sinks is None
         if fused and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
             attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
@@ -183,12 +162,9 @@ class _FlashAttn:
     def __init__(self, module: Any) -> None:
         self._attend = module.flash_attn_varlen_func
 
-    def __call__(
-        self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
-        out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
         values_needed("flash-attn")
+        q, k_new, v_new, k_cache, v_cache, spans, window, _, _ = inputs
         attended = self._attend(
             q, _packed(q, k_new, k_cache, spans), _packed(q, v_new, v_cache, spans),
             spans.query_bounds, spans.key_bounds, max(spans.counts), max(spans.ends),
@@ -211,12 +187,9 @@ class _FlashInfer:
         self._wrapper: Any = None
         self._planned: tuple[RaggedBatch, int] | None = None
 
-    def __call__(
-        self, q: torch.Tensor, k_new: torch.Tensor | None, v_new: torch.Tensor | None,
-        k_cache: torch.Tensor, v_cache: torch.Tensor, spans: RaggedBatch, window: int = 0,
-        out: torch.Tensor | None = None, sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+    def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
         values_needed("flashinfer")
+        q, _, _, k_cache, v_cache, spans, window, _, _ = inputs
         if self._planned is None or self._planned[0] is not spans or self._planned[1] != window:
             self._plan(q, k_cache, spans, window)
             self._planned = spans, window

@@ -2,33 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
+from specbatch.kernels.attention.queries import PromptInputs
 from specbatch.kernels.common.kv_slots import kv_slots
-from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import op
-
-
-class PromptInputs(NamedTuple):
-    """int64 [N] each: tokens, positions in their sequences, the slots of these, and KV slots. Padding rows hold 0
-    throughout, so their keys go to the padding page."""
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    kv_slots: torch.Tensor
-
-    @classmethod
-    def empty(cls, count: int, device: torch.device) -> PromptInputs:
-        """Uninitialized. Parts start at aligned addresses whatever the count, so no pass compiles a kernel again."""
-        whole = cdiv(count, 16) * 16
-        return cls(*torch.empty(len(cls._fields), whole, dtype=torch.int64, device=device)[:, :count])
-
-    def first(self, count: int) -> PromptInputs:
-        """The inputs of the first `count` rows."""
-        return PromptInputs(*(part[:count] for part in self))
 
 
 def prompt_inputs_ref(

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.prefill.prompt_inputs import PromptInputs
+from specbatch.kernels.attention.queries import PromptInputs
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv

@@ -6,10 +6,8 @@ to the input of the output projection.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Collection
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 
@@ -19,53 +17,10 @@ from specbatch.kernels.attention.paged_attention import (
     paged_attention_ref,
     write_kv_ref,
 )
-from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
+from specbatch.kernels.attention.qkv import split_qkv_rope_ref
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeAttention, DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots import kv_slots
-from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.dispatch import is_deterministic, runs_kernels
-
-
-class Mask(NamedTuple):
-    """Which keys the queries of a decode pass see in one layer: all keys from before the pass, and of the pass itself
-    those up to their own, or all if not `causal`. With a `window`, only keys less than that many positions back; in a
-    tree a node's position is its depth."""
-
-    causal: bool = True
-    window: int | None = None
-
-
-@dataclass(frozen=True)
-class DecodeQueries:
-    """The tokens of a decode or verify pass, `num_queries` for each of B sequences (1 is plain decoding).
-
-    page_table   int64 [R, P], of all slots
-    slots        int64 [B]: the slot of each sequence, 0 for padding
-    lengths      int64 [B]: KV length before the pass. Query i is stored at key lengths + i, which in a chain is its
-                 position too. Keys beyond the P pages are not stored
-    bound        no KV is longer than this after the pass (None: as long as the page table allows)
-    ancestors    int64 [B, num_queries], for a tree: bit j of a query's word is set if it sees key lengths + j
-    first_node   a tree may be computed in several passes: so many of its nodes are in the cache already, and query i is
-                 stored at key lengths + first_node + i
-    packed       of a verify with chains of different lengths, the rows that it has: at most `num_queries` for each
-                 sequence, R in all; None: all. The cache holds no valid keys for the other queries
-    """
-
-    page_table: torch.Tensor
-    slots: torch.Tensor
-    lengths: torch.Tensor
-    num_queries: int
-    page_size: int
-    bound: int | None = None
-    ancestors: torch.Tensor | None = None
-    first_node: int = 0
-    packed: PackedRows | None = None
-
-
-# Attention of a pass in one layer, with the arguments of `DecodeAttentionRef.__call__`. Of packed rows T is R.
-DecodeAttention = Callable[
-    [torch.Tensor, QKVLayout, torch.Tensor, torch.Tensor, torch.Tensor, Mask],
-    torch.Tensor,
-]
 
 
 def decode_attention(
@@ -102,7 +57,11 @@ def of_packed_rows(attention: DecodeAttention, queries: DecodeQueries) -> Decode
     place = torch.arange(queries.num_queries, device=queries.lengths.device)
     whole = (queries.lengths[:, None] + place).flatten()
 
-    return lambda qkv, heads, _, *more: packed.pack(attention(packed.spread(qkv), heads, whole, *more))
+    def attend(inputs: AttentionInputs, mask: Mask) -> torch.Tensor:
+        spread = inputs._replace(projected=packed.spread(inputs.projected), positions=whole)
+        return packed.pack(attention(spread, mask))
+
+    return attend
 
 
 class DecodeAttentionRef:
@@ -124,18 +83,9 @@ class DecodeAttentionRef:
         self._bias = bias
         self._count = count
 
-    def __call__(
-        self,
-        qkv: torch.Tensor,
-        heads: QKVLayout,
-        positions: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        mask: Mask,
-    ) -> torch.Tensor:
-        """qkv [T, (count + 2 kv) * dim] for T = B * num_queries, in the model's type, at `positions` int64 [T]; one
-        layer's caches [pages, page_size, kv, dim], in the model's type or float8_e4m3fn (a plain cast) -> [T, count *
-        dim]. With shared keys, qkv is [T, count * dim]. A tree is causal whatever the mask says."""
+    def __call__(self, inputs: AttentionInputs, mask: Mask) -> torch.Tensor:
+        """inputs of T = B * num_queries tokens -> [T, count * dim]. A tree is causal whatever the mask says."""
+        qkv, heads, positions, k_cache, v_cache = inputs
         q, k, v = split_qkv_rope_ref(qkv, heads, positions)
         if not heads.shared and k_cache.dtype == qkv.dtype:
             write_kv_ref(k, v, k_cache, v_cache, self._slots)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specbatch.kernels.common.multiprocessors import multiprocessors
-from specbatch.kernels.common.sizes import cdiv, next_power_of_2
+from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2
 
 LEAST_SPLIT = 64  # fewest old keys of a split: as many as the pipeline loads before the wait
 

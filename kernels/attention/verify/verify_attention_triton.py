@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
-from specbatch.kernels.attention.qkv import QKVLayout
-from specbatch.kernels.attention.verify.verify_attention import DecodeQueries, Mask
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
     Tile,
@@ -309,11 +308,7 @@ def _verify_attention(
 
 def verify_attention(
     queries: DecodeQueries,
-    qkv: torch.Tensor,
-    heads: QKVLayout,
-    positions: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    inputs: AttentionInputs,
     mask: Mask,
     *,
     splits: int | None = None,
@@ -322,10 +317,11 @@ def verify_attention(
     """`DecodeAttentionRef` of `queries`; the positions of a chain follow from its lengths and are not read. splits: how
     many programs share the old keys of a tile; tile: its configuration; both are chosen by the sizes if None.
 
-    All inputs but qkv are read before the previous kernel, as a rule the qkv GEMM, has ended: that kernel must not
-    write them. The writes of any earlier kernel are visible, because a GEMM lets the next kernel start only after its
-    own wait, that is, when all kernels before it have ended.
+    All inputs but `projected` are read before the previous kernel, as a rule the qkv GEMM, has ended: that kernel must
+    not write them. The writes of any earlier kernel are visible, because a GEMM lets the next kernel start only after
+    its own wait, that is, when all kernels before it have ended.
     """
+    qkv, heads, positions, k_cache, v_cache = inputs
     n, first = queries.num_queries, queries.first_node
     batch, table_pages, page_size = len(queries.lengths), queries.page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specbatch.kernels.common.multiprocessors import multiprocessors
 from specbatch.kernels.common.rehearsal import is_rehearsing
+from specbatch.kernels.common.sizes import multiprocessors
 from specbatch.kernels.gemm.dense.cublas_lt_configs import GPU, MULTIPROCESSORS, VERSION, Algorithm, algorithm_for
 
 # Values of cuBLASLt's enumerations.
@@ -53,7 +53,7 @@ def linear(
     not compute: the caller then uses torch, which also refuses what does not fit together.
     """
     algorithm = algorithm_for(len(x), *weight.shape)
-    if algorithm is None or is_rehearsing() or not _is_supported(x.device):
+    if algorithm is None or is_rehearsing() or not is_supported(x.device):
         return None
     y = out if residual is None else residual
     if y is None:
@@ -149,7 +149,7 @@ def tiles_and_options(device: torch.device) -> tuple[list[int], int]:
 
 
 @cache
-def _is_supported(device: torch.device) -> bool:
+def is_supported(device: torch.device) -> bool:
     """Whether the search was for this GPU and this cuBLASLt."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False

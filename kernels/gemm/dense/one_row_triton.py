@@ -139,12 +139,11 @@ def _one_row_kernel(
     tl.store(y + column, total.to(y.dtype.element_ty), column < N)
 
 
-def one_row_product(
+def one_row_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    eps: float,
+    norm: tuple[torch.Tensor, float] | None,
     residual: torch.Tensor | None,
     *,
     gated: bool,
@@ -156,6 +155,7 @@ def one_row_product(
 
     All sums, and x times the weight of its norm, are float32.
     """
+    norm_weight, eps = norm or (None, 0.0)
     assert len(x) == 1, f"{len(x)} rows are not one"
     assert norm_weight is None or norm_weight.data_ptr() % 4 == 0, "words of 32 bits are read of the norm's weight"
     k, n = weight.shape[1], weight.shape[0] // (2 if gated else 1)

@@ -19,8 +19,9 @@ import triton.language as tl
 
 from specbatch.kernels.common.pdl_triton import wait_in_loop
 from specbatch.kernels.common.sizes import cdiv, tile_side
+from specbatch.kernels.dispatch import runs_kernels
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.gemm.dense.one_row_triton import OneRowTile, one_row_product, takes_one_row
+from specbatch.kernels.gemm.dense.one_row_triton import OneRowTile, one_row_gemm, takes_one_row
 from specbatch.kernels.gemm.dense.skinny_gemm_configs import Tile, puts_weight_first, tile_for
 from specbatch.kernels.gemm.split_k_triton import used_splits, workspace
 
@@ -194,7 +195,7 @@ def is_skinny(rows: int, weight: torch.Tensor) -> bool:
     """
     (n, k), is_half = weight.shape, weight.dtype in (torch.bfloat16, torch.float16)
     is_few = rows <= FEW or (rows <= MOST and n <= MOST_OUTPUTS)
-    return weight.is_cuda and weight.is_contiguous() and is_half and is_few and k % 8 == 0
+    return runs_kernels(weight) and weight.is_contiguous() and is_half and is_few and k % 8 == 0
 
 
 def skinny_linear(
@@ -202,23 +203,20 @@ def skinny_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
+    norm: tuple[torch.Tensor, float] | None = None,
     residual: torch.Tensor | None = None,
     squared: bool = False,
     rounded: bool = False,
     tile: Tile | OneRowTile | None = None,
 ) -> torch.Tensor:
-    """RMSNorm(x; norm_weight, eps) @ weight.T + bias + residual, summed in float32; `squared`: relu(..)^2 + residual.
+    """RMSNorm(x) @ weight.T + bias + residual, summed in float32; `squared`: relu(..)^2 + residual.
 
-    x [M, K] with M <= 128, weight [N, K] contiguous, bias [N], norm_weight [K], residual [M, N] -> [M, N], all of one
-    type, norm_weight of that or float32. Each of bias, norm and residual may be absent. Rows of x and of residual may
+    x [M, K] with M <= 128, weight [N, K] contiguous, bias [N], residual [M, N] -> [M, N], all of one type; norm: weight
+    [K], of that type or float32, and eps. Each of bias, norm and residual may be absent. Rows of x and of residual may
     be apart, their elements not. rounded: round the product to the type of x before the residual is added, as the
     library does. tile: chosen by the shapes if None.
     """
-    return _product(
-        x, weight, bias, norm_weight, eps, residual, gated=False, squared=squared, rounded=rounded, tile=tile
-    )
+    return skinny_gemm(x, weight, bias, norm, residual, gated=False, squared=squared, rounded=rounded, tile=tile)
 
 
 def skinny_gated(
@@ -226,33 +224,32 @@ def skinny_gated(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    norm_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
+    norm: tuple[torch.Tensor, float] | None = None,
     rounded: bool = False,
     tile: Tile | OneRowTile | None = None,
 ) -> torch.Tensor:
-    """silu(g) * u for [g | u] = RMSNorm(x; norm_weight, eps) @ weight.T + bias.
+    """silu(g) * u for [g | u] = RMSNorm(x) @ weight.T + bias.
 
-    x [M, K], weight [2 I, K] with the rows of g before those of u, bias [2 I], norm_weight [K] -> [M, I].
+    x [M, K], weight [2 I, K] with the rows of g before those of u, bias [2 I], norm as in `skinny_linear` -> [M, I].
     rounded: round g and u to the type of x, so that the result is that of a GEMM and `silu_and_mul`.
     """
-    return _product(x, weight, bias, norm_weight, eps, None, gated=True, rounded=rounded, tile=tile)
+    return skinny_gemm(x, weight, bias, norm, None, gated=True, rounded=rounded, tile=tile)
 
 
-def _product(
-    x,
-    weight,
-    bias,
-    norm_weight,
-    eps,
-    residual,
+def skinny_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: tuple[torch.Tensor, float] | None,
+    residual: torch.Tensor | None,
     *,
-    gated,
-    squared=False,
-    rounded=False,
+    gated: bool,
+    squared: bool = False,
+    rounded: bool = False,
     tile: Tile | OneRowTile | None = None,
-    pdl=None,
+    pdl: bool | None = None,
 ) -> torch.Tensor:
+    """`skinny_gated`, or else `skinny_linear`. pdl: whether the launch is a dependent one; None: on a CUDA device."""
     (m, k), n = x.shape, weight.shape[0] // (2 if gated else 1)
     assert m <= 128, f"{m} rows are not few"
     assert x.stride(1) == 1, "the elements of a row of x must be adjacent"
@@ -261,11 +258,10 @@ def _product(
     assert residual is None or residual.stride(1) == 1, "the elements of a row of the residual must be adjacent"
     pdl = x.is_cuda if pdl is None else pdl
     if isinstance(tile, OneRowTile) or (tile is None and not rounded and takes_one_row(x, weight)):
-        return one_row_product(
-            x, weight, bias, norm_weight, eps, residual, gated=gated, squared=squared, tile=tile, pdl=pdl
-        )
-    if norm_weight is not None and x.dtype == torch.float16:  # x * norm before its scaling may exceed 65504
-        x, norm_weight = rms_norm(x.contiguous(), norm_weight, eps), None
+        return one_row_gemm(x, weight, bias, norm, residual, gated=gated, squared=squared, tile=tile, pdl=pdl)
+    if norm is not None and x.dtype == torch.float16:  # x * norm before its scaling may exceed 65504
+        x, norm = rms_norm(x.contiguous(), *norm), None
+    norm_weight, eps = norm or (None, 0.0)
     block_m = tile_side(m)
     tile = tile or tile_for(n, k, block_m, gated, x.element_size())
     partial, counters = workspace(x.device)
@@ -274,35 +270,11 @@ def _product(
     blocks = cdiv(k, tile.k)
     splits = used_splits(blocks, tile.splits)
     _skinny_kernel[(tiles * splits,)](
-        x,
-        weight,
-        bias,
-        norm_weight,
-        residual,
-        y,
-        partial,
-        counters,
-        m,
-        n,
-        k,
-        x.stride(0),
-        0 if residual is None else residual.stride(0),
-        eps,
-        GATED=gated,
-        SQUARED=squared,
-        HAS_BIAS=bias is not None,
-        HAS_NORM=norm_weight is not None,
-        HAS_RESIDUAL=residual is not None,
-        ROUNDED=rounded,
-        WEIGHT_FIRST=puts_weight_first(block_m),
-        SPLITS=splits,
-        EVEN_K=k % tile.k == 0,
-        BM=block_m,
-        BN=tile.n,
-        BK=tile.k,
-        PDL=pdl,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        launch_pdl=pdl,
-    )
+        x, weight, bias, norm_weight, residual, y, partial, counters, m, n, k, x.stride(0),
+        0 if residual is None else residual.stride(0), eps,
+        GATED=gated, SQUARED=squared, HAS_BIAS=bias is not None, HAS_NORM=norm is not None,
+        HAS_RESIDUAL=residual is not None, ROUNDED=rounded, WEIGHT_FIRST=puts_weight_first(block_m), SPLITS=splits,
+        EVEN_K=k % tile.k == 0, BM=block_m, BN=tile.n, BK=tile.k, PDL=pdl, launch_pdl=pdl,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     return y

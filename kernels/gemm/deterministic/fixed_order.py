@@ -13,6 +13,8 @@ dividing the columns among programs whose sums are added later (split-K, stream-
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from specbatch.kernels.common.rehearsal import is_rehearsing
@@ -26,8 +28,8 @@ _STEP = 64
 _LEAST_WEIGHTS = 1 << 20  # of a matrix for which the library is worth a comparison
 _ROWS = 64  # that the comparison computes at once
 # Results that it compares. Where the library divides the columns, one in some 10,000 differs after rounding.
-_RESULTS = 1 << 21
-_agreed: dict[tuple[object, ...], bool] = {}
+RESULTS = 1 << 21
+agreed: dict[tuple[object, ...], bool] = {}
 
 
 def takes(weight: torch.Tensor) -> bool:
@@ -46,11 +48,11 @@ def fixed_order_linear(
     and rounded before the residual is added, too, as cuBLAS does. The memory of `out` or `residual` may hold the
     result."""
     n, k = weight.shape
-    if _is_few(x, weight):
+    if is_few(x, weight):
         tile = undivided_tile_for(n, k, gated=False, item=weight.element_size())
         return skinny_gemm_triton.skinny_linear(x, weight, bias, residual=residual, rounded=True, tile=tile)
     if _library_agrees(x, weight, bias, residual, out):
-        return _library(x, weight, bias, residual, out)
+        return library(x, weight, bias, residual, out)
     return fixed_order_gemm(x, weight, bias, residual, out)
 
 
@@ -58,18 +60,18 @@ def fixed_order_gated(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     """silu(g) * u for [g | u] = x @ weight.T + bias, rounded to the type of x: x [T, K], weight [2 I, K], bias [2 I] ->
     [T, I]."""
     n, k = weight.shape
-    if not _is_few(x, weight):
+    if not is_few(x, weight):
         return silu_and_mul(fixed_order_linear(x, weight, bias))
     tile = undivided_tile_for(n // 2, k, gated=True, item=weight.element_size())
     return skinny_gemm_triton.skinny_gated(x, weight, bias, rounded=True, tile=tile)
 
 
-def _is_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def is_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Is x multiplied by the kernels of `skinny_gemm_triton`? Of more rows the library's bits are tried first."""
     return len(x) <= skinny_gemm_triton.FEW and skinny_gemm_triton.is_skinny(len(x), weight)
 
 
-def _library(
+def library(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -95,19 +97,28 @@ def _library_agrees(
     if not x.is_cuda or not is_tried or not is_packed or (bias is not None and residual is not None):
         return False
     key = rows, weight.shape, x.dtype, x.device, bias is None, residual is None
-    found = _agreed.get(key)
+    found = agreed.get(key)
     if found is None:
         if torch.cuda.is_current_stream_capturing() or is_rehearsing():
             return False
-        found = _agreed[key] = _compare(x, weight, bias, residual)
+        found = agreed[key] = compare(x, weight, bias, residual)
     return found
 
 
-def _compare(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> bool:
-    """Whether `_library` and `fixed_order_gemm` give equal results for random tensors like x and residual."""
+def compare(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    other: Callable[..., torch.Tensor] | None = None,
+    results: int = RESULTS,
+) -> bool:
+    """Whether `other`, which is `library` if None, and `fixed_order_gemm` give equal results for random tensors like x
+    and residual, `results` at least."""
+    other = other or library
     generator = torch.Generator(x.device).manual_seed(0)
     is_equal = torch.ones((), dtype=torch.bool, device=x.device)
-    for _ in range(max(1, _RESULTS // (len(x) * len(weight)))):
+    for _ in range(max(1, results // (len(x) * len(weight)))):
         x = torch.randn(x.shape, generator=generator, device=x.device, dtype=x.dtype)
         if residual is not None:
             residual = torch.randn(residual.shape, generator=generator, device=x.device, dtype=x.dtype)
@@ -117,5 +128,5 @@ def _compare(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, r
                 for start, part in zip(range(0, len(x), _ROWS), x.split(_ROWS), strict=True)
             ]
         )
-        is_equal &= (_library(x, weight, bias, residual, None) == expected).all() & expected.any()
+        is_equal &= (other(x, weight, bias, residual, None) == expected).all() & expected.any()
     return bool(is_equal)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specbatch.kernels.gemm.quantized.four_bits_triton import in_fragment_order, of_pairs, split_columns
+from specbatch.kernels.gemm.quantized.fragments_triton import in_fragment_order, pairs_in_fragment_order, split_columns
 from specbatch.kernels.gemm.quantized.int4_tiles_triton import scale_of, zero_of
 
 # 4 bits of bytes 0 and 2, then of bytes 1 and 3, become the lowest bits of the fraction of 128 (bfloat16) or 1024
@@ -34,11 +34,11 @@ def widen_int4(words, kind: tl.constexpr, WARPS: tl.constexpr):
     """words int32 [N, W] in memory's order -> the values of their low and of their high bits in the operand's order,
     both [N, 4 * W]; in bfloat16 128 are added, in float16 1024."""
     if kind == tl.bfloat16:
-        low = of_pairs(*_pairs(words, _INT4_LOW_BF16), kind, WARPS)
-        high = of_pairs(*_pairs(words, _INT4_HIGH_BF16), kind, WARPS)
+        low = pairs_in_fragment_order(*_pairs(words, _INT4_LOW_BF16), kind, WARPS)
+        high = pairs_in_fragment_order(*_pairs(words, _INT4_HIGH_BF16), kind, WARPS)
     elif kind == tl.float16:
-        low = of_pairs(*_pairs(words, _INT4_LOW_FP16), kind, WARPS)
-        high = of_pairs(*_pairs(words, _INT4_HIGH_FP16), kind, WARPS)
+        low = pairs_in_fragment_order(*_pairs(words, _INT4_LOW_FP16), kind, WARPS)
+        high = pairs_in_fragment_order(*_pairs(words, _INT4_HIGH_FP16), kind, WARPS)
     else:
         low = in_fragment_order(
             _bits(words, 0).to(kind), _bits(words, 16).to(kind), _bits(words, 8).to(kind), _bits(words, 24).to(kind),
@@ -186,8 +186,8 @@ def widen_mxfp4(words, kind: tl.constexpr, WARPS: tl.constexpr):
     """words int32 [N, W] in memory's order -> the values of their low and of their high bits in the operand's order,
     both [N, 4 * W]: in bfloat16 times 2^-126, and for other types of x in float32."""
     if kind == tl.bfloat16:
-        low = of_pairs(*_pairs(words, _MXFP4_LOW), kind, WARPS)
-        high = of_pairs(*_pairs(words, _MXFP4_HIGH), kind, WARPS)
+        low = pairs_in_fragment_order(*_pairs(words, _MXFP4_LOW), kind, WARPS)
+        high = pairs_in_fragment_order(*_pairs(words, _MXFP4_HIGH), kind, WARPS)
     else:
         low = in_fragment_order(
             _e2m1(_bits(words, 0)), _e2m1(_bits(words, 16)), _e2m1(_bits(words, 8)), _e2m1(_bits(words, 24)), WARPS

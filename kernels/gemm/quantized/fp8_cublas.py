@@ -11,33 +11,32 @@ from functools import cache, partial
 
 import torch
 
+from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.kernels.dispatch import is_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, allocated_rows
-from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, allocated_rows
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
 
 _MIN_ROWS = 33
-_SMALL_WEIGHT, _SMALL_ROWS = 1 << 22, 512  # elements; with so many rows our kernel takes less time
+SMALL_WEIGHT, _SMALL_ROWS = 1 << 22, 512  # elements; with so many rows our kernel takes less time
 _COLUMN_MULTIPLE = 4 * SCALE_BLOCK  # rows of the weight's scales start at multiples of 16 bytes
 
 
-def takes(x: FP8Activations, weight: Weight) -> bool:
+def takes(x: FP8Activations, weight: FP8Weight) -> bool:
     """Whether cuBLASLt supports these operands and is faster than our kernel."""
     rows, (n, k) = len(x.values), weight.values.shape
     if is_deterministic() or rows < _MIN_ROWS:  # cuBLASLt chooses an algorithm by the number of rows
         return False
-    if n * k <= _SMALL_WEIGHT and rows <= _SMALL_ROWS:
+    if n * k <= SMALL_WEIGHT and rows <= _SMALL_ROWS:
         return False
-    assert weight.scales is not None
     is_block_scaled = not weight.is_per_channel and weight.scales.dtype == torch.float32
     is_aligned = n % SCALE_BLOCK == 0 and k % _COLUMN_MULTIPLE == 0 and weight.scales.is_contiguous()
-    is_whole = (
-        x.scales.stride(1) == allocated_rows(rows) and x.scales.storage_offset() == 0
-    )  # no rows of other activations
-    return is_block_scaled and is_aligned and is_whole and _is_supported(weight.values.device)
+    # no rows of other activations
+    is_whole = bool(x.scales.stride(1) == allocated_rows(rows) and x.scales.storage_offset() == 0)
+    return is_block_scaled and is_aligned and is_whole and is_supported(weight.values.device)
 
 
 @cache
-def _is_supported(device: torch.device) -> bool:
+def is_supported(device: torch.device) -> bool:
     """cuBLASLt supports this scaling mode since CUDA 12.9, on compute capability 9.0 only."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
@@ -46,15 +45,14 @@ def _is_supported(device: torch.device) -> bool:
 
 
 def fp8_linear(
-    x: FP8Activations, weight: Weight, residual: torch.Tensor | None = None, out: torch.Tensor | None = None
+    x: FP8Activations, weight: FP8Weight, residual: torch.Tensor | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`fp8_linear_ref` for operands that `takes` accepts: [T, N], in `out` if given; else in the memory of the
+    """`quantized_linear_ref` for operands that `takes` accepts: [T, N], in `out` if given; else in the memory of the
     residual, if there is one."""
     rows, k = x.values.shape
     whole = allocated_rows(rows)
     values = x.values.as_strided((whole, k), (k, 1))
     scales = x.scales.as_strided((whole, k // SCALE_BLOCK), (1, whole))
-    assert weight.scales is not None
     gemm = partial(torch._scaled_mm, values, weight.values.t(), scales, weight.scales.t(), out_dtype=x.dtype)
     if out is not None and residual is None and whole == rows and out.is_contiguous():
         return gemm(out=out)

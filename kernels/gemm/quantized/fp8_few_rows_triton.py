@@ -13,11 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.gemm.quantized.few_rows_triton import fetch_rows_to_l2, launch_of, rows_of_tile, store_rows
-from specbatch.kernels.gemm.quantized.four_bits_triton import fragment_rows, in_fragment_order, of_pairs
-from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
+from specbatch.kernels.gemm.quantized.fragments_triton import fragment_rows, in_fragment_order, pairs_in_fragment_order
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 
 # e4m3 in bytes 0 and 2, then in bytes 1 and 3: exponent and fraction move to where a 16-bit float has them, and a power
@@ -72,7 +73,7 @@ def fp8_few_rows_tile_for(rows: int, n: int, k: int) -> FP8FewRowsTile:
 
 
 def fp8_few_rows(
-    x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None, y: torch.Tensor,
+    x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | None, residual: torch.Tensor | None, y: torch.Tensor,
     tile: FP8FewRowsTile,
 ) -> torch.Tensor:  # fmt: skip
     """`fp8_linear` of few rows, into y [T, N]; the weight's K is a multiple of 128."""
@@ -100,7 +101,7 @@ def widened(words, kind: tl.constexpr, WARPS: tl.constexpr):
         first, second = tl.inline_asm_elementwise(
             code, "=r,=r,r", [words], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
         )
-        found = of_pairs(first, second, kind, WARPS)
+        found = pairs_in_fragment_order(first, second, kind, WARPS)
     return found
 
 

@@ -13,16 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import is_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
 from specbatch.kernels.gemm.gemm_mainloop_triton import gemm_mainloop_e4m3, gemm_mainloop_fp8
 from specbatch.kernels.gemm.quantized import fp8_cublas
 from specbatch.kernels.gemm.quantized.few_rows_triton import MOST_ROWS
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
 from specbatch.kernels.gemm.quantized.fp8_few_rows_triton import FP8FewRowsTile, fp8_few_rows, fp8_few_rows_tile_for
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
 from specbatch.kernels.gemm.quantized.w8a8_few_rows_triton import W8A8FewRowsTile, w8a8_few_rows, w8a8_few_rows_tile_for
-from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight
 from specbatch.kernels.gemm.split_k_triton import (
     fills_device,
     is_last_split,
@@ -65,13 +66,13 @@ def tile_for(rows: int, n: int, k: int, item: int) -> Tile | FP8FewRowsTile | W8
 
 def fp8_linear(
     x: torch.Tensor | FP8Activations,
-    weight: Weight,
+    weight: FP8Weight,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     tile: Tile | FP8FewRowsTile | W8A8FewRowsTile | None = None,
 ) -> torch.Tensor:
-    """`fp8_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
+    """`quantized_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
     apart. tile: chosen by the shapes if None."""
     x_scales, dtype = None, x.dtype
     if isinstance(x, FP8Activations):

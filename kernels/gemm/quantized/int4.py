@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 
-from specbatch.kernels.dispatch import is_deterministic, op
-from specbatch.kernels.gemm.deterministic.fixed_rows import linear_in_blocks
+from specbatch.kernels.dispatch import op
 from specbatch.kernels.gemm.quantized.four_bits import CHUNK, pack_four_bits, unpack_four_bits
-from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.gemm.quantized.weight import UnfusedLinear, Weight, quantized_linear_ref
 
 LARGEST_INT4_SCALE = 64  # 512 times as large it is finite in float16, as GEMMs of few rows need it
 
@@ -35,19 +33,52 @@ def unpack_int4(packed: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Int4Tiles:
+class Int4Weight(Weight):
+    """values uint8 [..., out, in / 2] from `pack_int4`; scales float16, bfloat16 or float32 [..., out, in / group];
+    zeros uint8, as many. GEMMs read `Int4Tiles` of it."""
+
+    scales: torch.Tensor
+    zeros: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *outer, inner = self.values.shape
+        return (*outer, 2 * inner)
+
+    @property
+    def block(self) -> tuple[int, int | None]:
+        return 1, self.shape[-1] // self.scales.shape[-1]
+
+    def unpacked(self) -> torch.Tensor:
+        return unpack_int4(self.values)
+
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
+        return pack_int4(values)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        found = self.unpacked().unflatten(-1, (self.scales.shape[-1], -1)).float() - self.zeros.float()[..., None]
+        weight: torch.Tensor = found * self.scales.float()[..., None]
+        return weight.flatten(-2).to(dtype)
+
+    def linear(self, bias: torch.Tensor | None = None) -> Int4Linear:
+        return Int4Linear(self, bias)
+
+    def for_experts(self) -> Int4Tiles:
+        return int4_tiles(self)
+
+
+@dataclass(frozen=True)
+class Int4Tiles(Weight):
     """An INT4 weight as GEMMs read it: in tiles of U outputs by C inputs (`side_of` both sizes). A tile is
     contiguous, and those of the same outputs follow one another: memory is slow to read in pieces of 64 bytes.
 
     values uint8 [..., out / U, in / C, U, C / 2], of each output those of `pack_int4`. scales [..., out / U, in / C, U,
     C / group, 2], float16 or bfloat16: a scale, and the zero point times the smallest subnormal number, negative."""
 
-    values: torch.Tensor
     scales: torch.Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[..., out, in]."""
         *outer, tiles, chunks, _, _ = self.values.shape
         return (*outer, tiles * self.unit, chunks * self.chunk)
 
@@ -72,34 +103,26 @@ class Int4Tiles:
         assert self.scales.is_contiguous(), "the scales must be contiguous"
         return self.values.flatten().view(torch.int32), self.scales.flatten().view(torch.int32)
 
-    def of(self, expert: int) -> Int4Tiles:
-        """One of a stack."""
-        return Int4Tiles(self.values[expert], self.scales[expert])
-
-    def rows(self) -> Weight:
+    def rows(self) -> Int4Weight:
         """The weight that `int4_tiles` was given."""
         values = self.values.transpose(-3, -2).flatten(-2).flatten(-3, -2)
         scales, zeros = self.scales.transpose(-4, -3).flatten(-3, -2).flatten(-4, -3).unbind(-1)
-        return Weight(values, scales.contiguous(), (zeros.contiguous().view(torch.int16) & 15).byte())
+        return Int4Weight(values, scales.contiguous(), (zeros.contiguous().view(torch.int16) & 15).byte())
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight [..., out, in] in this type: `dequantize_int4`."""
         return self.rows().dequantize(dtype)
 
 
-def with_short_scales(weight: Weight, dtype: torch.dtype) -> Weight:
+def with_short_scales(weight: Int4Weight, dtype: torch.dtype) -> Int4Weight:
     """An INT4 weight with scales as GEMMs of activations of a type need them: of that type, or of FP32 ones of 16 bits,
     as stored or else float16."""
-    assert weight.scales is not None, "an INT4 weight has scales"
     short = dtype if dtype.itemsize == 2 else weight.scales.dtype
     return replace(weight, scales=weight.scales.to(torch.float16 if short.itemsize > 2 else short))
 
 
-def int4_tiles(weight: Weight) -> Int4Tiles:
+def int4_tiles(weight: Int4Weight) -> Int4Tiles:
     """An INT4 weight [..., out, in] whose scales are float16 or bfloat16, in the layout of GEMMs."""
     (out, inputs), scales, zeros = weight.shape[-2:], weight.scales, weight.zeros
-    assert scales is not None, "an INT4 weight has scales"
-    assert zeros is not None, "an INT4 weight has zero points"
     assert scales.dtype in (torch.float16, torch.bfloat16), f"scales are {scales.dtype}, not of 16 bits"
     group = inputs // scales.shape[-1]
     assert group >= 32, f"groups have {group} inputs, not 32 or more"
@@ -113,29 +136,16 @@ def int4_tiles(weight: Weight) -> Int4Tiles:
     return Int4Tiles(tiled(weight.values), pairs.view(scales.dtype))
 
 
-def dequantize_int4(
-    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """values uint8 [..., in / 2] from `pack_int4`; scales [..., in / group], float16, bfloat16 or float32; zeros uint8,
-    as many -> [..., in], rounded once from float32."""
-    found = unpack_int4(values).unflatten(-1, (scales.shape[-1], -1)).float() - zeros.float()[..., None]
-    weight: torch.Tensor = found * scales.float()[..., None]
-    return weight.flatten(-2).to(dtype)
+class Int4Linear(UnfusedLinear):
+    """A `Linear` whose weight is INT4."""
+
+    def __init__(self, weight: Int4Weight, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight.shape, bias)
+        self._tiles = int4_tiles(weight)
+
+    def _gemm(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+        return int4_linear(x, self._tiles, self.bias, residual, out)
 
 
-def int4_linear_ref(
-    x: torch.Tensor,
-    weight: Int4Tiles,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x @ weight.T + bias + residual for x [T, in], INT4 weight [out, in] whose scales have the type of x if that is of
-    16 bits, bias [out], residual [T, out]; in the memory of `out` [T, out] if given."""
-    linear = linear_in_blocks if is_deterministic() else F.linear
-    y = linear(x, weight.dequantize(x.dtype), bias)
-    y = y if residual is None else residual + y
-    return y if out is None else out.copy_(y)
-
-
-int4_linear = op(int4_linear_ref, "specbatch.kernels.gemm.quantized.int4_triton:int4_linear")
+# The scales have the type of x if that is of 16 bits.
+int4_linear = op(quantized_linear_ref, "specbatch.kernels.gemm.quantized.int4_triton:int4_linear")

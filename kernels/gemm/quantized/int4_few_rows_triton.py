@@ -20,7 +20,7 @@ import triton.language as tl
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.gemm.quantized.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows
-from specbatch.kernels.gemm.quantized.four_bits_triton import chunk_in_fragment_order, fragment_rows
+from specbatch.kernels.gemm.quantized.fragments_triton import chunk_in_fragment_order, fragment_rows
 from specbatch.kernels.gemm.quantized.int4 import Int4Tiles
 from specbatch.kernels.gemm.quantized.int4_tiles_triton import first_of_row, scale_of, zero_of
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, used_splits, workspace

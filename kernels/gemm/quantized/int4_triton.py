@@ -16,7 +16,7 @@ from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.gemm.quantized.few_rows_triton import MOST_ROWS, store_rows
 from specbatch.kernels.gemm.quantized.four_bits_mainloop_triton import gemm_mainloop_int4
-from specbatch.kernels.gemm.quantized.four_bits_triton import fragment_rows, in_column_order
+from specbatch.kernels.gemm.quantized.fragments_triton import fragment_rows, in_column_order
 from specbatch.kernels.gemm.quantized.int4 import Int4Tiles
 from specbatch.kernels.gemm.quantized.int4_few_rows_triton import Int4FewRowsTile, int4_few_rows, int4_few_rows_tile_for
 from specbatch.kernels.gemm.quantized.int4_tiles_triton import first_of_row, scale_of, zero_of
@@ -59,7 +59,7 @@ def int4_linear(
     out: torch.Tensor | None = None,
     tile: Tile | Int4FewRowsTile | None = None,
 ) -> torch.Tensor:
-    """`int4_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
+    """`quantized_linear_ref`: x [T, K], weight [N, K] -> [T, N], in `out` if given. Rows of x, residual and out may be
     apart. tile: chosen by the shapes if None."""
     (rows, k), (n, inputs) = x.shape, weight.shape
     assert k == inputs, f"x has {k} columns, and the weight {inputs} inputs"

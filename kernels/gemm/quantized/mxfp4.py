@@ -7,18 +7,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from specbatch.kernels.common.block_sizes import MX_BLOCK
 from specbatch.kernels.gemm.quantized.four_bits import CHUNK, pack_four_bits, unpack_four_bits
-from specbatch.kernels.gemm.quantized.weight import MX_BLOCK
+from specbatch.kernels.gemm.quantized.weight import Weight
 
 LARGEST_SCALE = 252  # 2^125: with more, the largest value is not finite in float32; 255 is NaN
 LARGEST_PACKED_SCALE = 128  # 2^1, hence values up to 12: what the GEMMs of a GPU take
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
 _AT_ONCE = 1 << 24  # bytes: what is needed on the way stays small
+
+
+@dataclass(frozen=True)
+class Mxfp4Weight(Weight):
+    """A stack of experts: values uint8 [..., out, about in / 2] from `pack_mxfp4`, scales uint8 [..., out, in / 32].
+    Only GEMMs of experts read it."""
+
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.values.shape[:-1], MX_BLOCK * self.scales.shape[-1])
+
+    @property
+    def block(self) -> tuple[int, int | None]:
+        return 1, MX_BLOCK
+
+    def unpacked(self) -> torch.Tensor:
+        return unpack_four_bits(self.values)[..., : self.shape[-1]]
+
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
+        return pack_four_bits(F.pad(values, (0, -values.shape[-1] % CHUNK)))
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        return dequantize_mxfp4(self.values, self.scales, dtype)
 
 
 def pack_mxfp4(blocks: torch.Tensor) -> torch.Tensor:
@@ -53,8 +80,3 @@ def dequantize_mxfp4(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dt
         meant = F.embedding(unpack_four_bits(value)[:, :inputs].int(), meanings).view(*scale.shape, MX_BLOCK)
         to.view(*scale.shape, MX_BLOCK).copy_(meant * bits.view(torch.float32)[..., None])
     return found
-
-
-def keeps_mxfp4(device: torch.device) -> bool:
-    """Do weights stay MXFP4 on this device? A CPU has no such GEMM: they are dequantized once, at load."""
-    return device.type == "cuda"

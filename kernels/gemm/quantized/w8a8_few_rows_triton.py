@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel, wait_in_loop
 from specbatch.kernels.common.sizes import cdiv
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations
 from specbatch.kernels.gemm.quantized.few_rows_triton import (
     MOST_ROWS,
     even_splits,
@@ -24,7 +24,8 @@ from specbatch.kernels.gemm.quantized.few_rows_triton import (
     rows_of_tile,
     store_rows,
 )
-from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
 
 
@@ -60,7 +61,7 @@ def w8a8_few_rows_tile_for(rows: int, n: int, k: int) -> W8A8FewRowsTile:
 
 
 def w8a8_few_rows(
-    x: FP8Activations, weight: Weight, bias: torch.Tensor | None, residual: torch.Tensor | None, y: torch.Tensor,
+    x: FP8Activations, weight: FP8Weight, bias: torch.Tensor | None, residual: torch.Tensor | None, y: torch.Tensor,
     tile: W8A8FewRowsTile,
 ) -> torch.Tensor:  # fmt: skip
     """`fp8_linear` of few quantized rows, into y [T, N]; the weight's K is a multiple of 128."""

@@ -1,86 +1,99 @@
-"""Weights as they are stored: in the type of the activations, FP8 scaled per block or per output, MXFP4 or INT4."""
+"""Weights of GEMMs in the type of the activations, and the interface of quantized ones: a subclass for each format."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Self, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
+import torch.nn.functional as F
 
-SCALE_BLOCK = 128  # of a block that shares a scale
-FP8_MAX = 448.0  # of float8_e4m3fn
-SMALLEST_SCALE = 2.0**-100  # of a quantized block, so that zeros stay zeros
-MX_BLOCK = 32  # inputs that share one, in MXFP4
-INT4_GROUPS = (32, 64, 128)  # inputs that share one, in INT4
-_PART = 1 << 24
+from specbatch.kernels.dispatch import is_deterministic
+from specbatch.kernels.elementwise.activations import relu_squared, silu_and_mul
+from specbatch.kernels.elementwise.norm import rms_norm
+from specbatch.kernels.gemm.deterministic.fixed_rows import linear_in_blocks
+from specbatch.kernels.gemm.linear import Linear, Norm
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
+
+W = TypeVar("W", bound="Weight")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """values [..., out, in]; scales None, or float32, bfloat16 or float16: [..., ceil(out / 128), ceil(in / 128)], what
-    the checkpoints of DeepSeek-V3, Qwen3 and Qwen3.5 in FP8 call `weight_scale_inv`, which multiplies all the same; or
-    [..., out, 1], a scale per output (the compressed-tensors strategies channel and, all equal, tensor).
-    MXFP4: values uint8 [..., out, about in / 2] from `pack_mxfp4` and scales uint8 [..., out, in / 32].
-    INT4: values uint8 [..., out, in / 2] from `pack_int4`, scales [..., out, in / group] and zeros uint8, as many, of
-    which GEMMs read `Int4Tiles`."""
+    """A matrix or a stack of them, [..., out, in], in the type of the activations.
+
+    Quantized formats have subclasses, whose further fields are tensors [..., rows, columns] with a number for each
+    `block` of values, such as its scale. A subclass defines `block`, `dequantize` and `linear`, and if its values are
+    packed `shape`, `unpacked` and `packed`.
+    """
 
     values: torch.Tensor
-    scales: torch.Tensor | None = None
-    zeros: torch.Tensor | None = None
 
     @property
-    def is_mxfp4(self) -> bool:
-        return self.scales is not None and self.scales.dtype == self.values.dtype  # of FP8 weights they are wider
+    def is_quantized(self) -> bool:
+        return type(self) is not Weight
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The values, and the tensors of their blocks."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., out, in]."""
-        *outer, inner = self.values.shape
-        if self.is_mxfp4:
-            assert self.scales is not None
-            return (*outer, MX_BLOCK * self.scales.shape[-1])
-        return (*outer, 2 * inner if self.is_int4 else inner)
-
-    def of(self, expert: int) -> Weight:
-        """One of a stack."""
-        scales, zeros = (None if part is None else part[expert] for part in (self.scales, self.zeros))
-        return Weight(self.values[expert], scales, zeros)
+        return tuple(self.values.shape)
 
     @property
-    def is_int4(self) -> bool:
-        return self.zeros is not None
+    def block(self) -> tuple[int, int | None]:
+        """How many outputs and inputs share a scale. None: all inputs, in all parts of a weight that is divided."""
+        return 1, 1
 
-    @property
-    def is_per_channel(self) -> bool:
-        """Whether each output has a scale of its own, in place of blocks."""
-        if self.scales is None or self.is_mxfp4 or self.is_int4:
-            return False
-        return self.scales.shape[-2:] == (self.values.shape[-2], 1)
+    def unpacked(self) -> torch.Tensor:
+        """The values [..., out, in] as they are stored, one in each element."""
+        return self.values
 
-    @property
-    def scale_rows(self) -> int:
-        """How many outputs a row of scales is for."""
-        return 1 if self.is_per_channel or self.is_int4 else SCALE_BLOCK
+    def packed(self, values: torch.Tensor) -> torch.Tensor:
+        """`unpacked` values as GEMMs read them."""
+        return values
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in this type: values * scales, cast once."""
-        if self.scales is None:
-            return self.values.to(dtype)
-        if self.is_mxfp4:
-            from specbatch.kernels.gemm.quantized.mxfp4 import dequantize_mxfp4
+        """The weight [..., out, in] in this type, cast once."""
+        return self.values.to(dtype)
 
-            return dequantize_mxfp4(self.values, self.scales, dtype)
-        if self.zeros is not None:
-            from specbatch.kernels.gemm.quantized.int4 import dequantize_int4
+    def linear(self, bias: torch.Tensor | None = None) -> Linear:
+        """The linear layer of a weight [out, in], with a bias [out]."""
+        return Linear(self.values, bias)
 
-            return dequantize_int4(self.values, self.scales, self.zeros, dtype)
-        if self.is_per_channel:
-            return (self.values.float() * self.scales.float()).to(dtype)
-        out, inner = self.values.shape[-2:]
-        scales = self.scales.float().repeat_interleave(SCALE_BLOCK, -2).repeat_interleave(SCALE_BLOCK, -1)
-        return (self.values.float() * scales[..., :out, :inner]).to(dtype)
+    def for_experts(self) -> Weight:
+        """A stack in the layout of the GEMMs of experts."""
+        return self
+
+    def of(self, expert: int) -> Self:
+        """One of a stack."""
+        return _combined([self], lambda parts: parts[0][expert])
+
+    def map_outputs(self, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Self:
+        """This with other outputs. change: gets a tensor, and how many outputs a row of it is for."""
+        values, *others = self.tensors
+        rows = self.block[0]
+        changed = _on_bytes(lambda parts: change(parts[0], 1), [values])
+        return type(self)(changed, *(change(part, rows) for part in others))
+
+    def map_inputs(self, change: Callable[[torch.Tensor, int], torch.Tensor]) -> Self:
+        """This with other inputs. change: gets a tensor, and how many inputs a column of it is for."""
+        values = self.packed(_on_bytes(lambda parts: change(parts[0], 1), [self.unpacked()]))
+        inputs = self.block[1]
+        if inputs is None:
+            return type(self)(values, *(part.expand(*values.shape[:-1], 1) for part in self.tensors[1:]))
+        return type(self)(values, *(change(part, inputs) for part in self.tensors[1:]))
+
+    def split_inputs(self) -> tuple[Self, Self]:
+        """The left and the right columns of a weight [out, in], each a whole number of blocks."""
+        half = self.shape[1] // 2
+        assert half % (self.block[1] or 1) == 0, "a block of scales would be cut"
+        left = self.map_inputs(lambda part, step: part[:, : half // step].contiguous())
+        return left, self.map_inputs(lambda part, step: part[:, half // step :].contiguous())
 
 
 def concat_outputs(weights: Sequence[Weight]) -> Weight | None:
@@ -88,98 +101,95 @@ def concat_outputs(weights: Sequence[Weight]) -> Weight | None:
     last is cut off within a block of scales."""
     if len(weights) == 1:
         return weights[0]
-    scales = [weight.scales for weight in weights if weight.scales is not None]
-    if not scales:
-        return Weight(_joined([weight.values for weight in weights], -2))
-    if len(scales) < len(weights) or len({(weight.is_per_channel, weight.is_int4) for weight in weights}) > 1:
+    if len({(type(weight), weight.block[0]) for weight in weights}) > 1:
         return None
-    if any(weight.values.shape[-2] % weight.scale_rows for weight in weights[:-1]):
+    if any(weight.shape[-2] % weight.block[0] for weight in weights[:-1]):
         return None
-    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
-    values = _joined([weight.values for weight in weights], -2)
-    return Weight(values, _joined(scales, -2), _joined(zeros, -2) if zeros else None)
+    return _combined(weights, lambda parts: torch.cat(parts, -2))
 
 
-def split_input_columns(weight: Weight) -> tuple[Weight, Weight]:
-    """The left and the right columns of a weight [out, in]; in / 2 is a multiple of 128 if blocks have scales."""
-    first, second = (half.contiguous() for half in weight.values.chunk(2, 1))
-    if weight.scales is None or weight.is_per_channel:
-        return Weight(first, weight.scales), Weight(second, weight.scales)
-    if weight.zeros is not None:
-        from specbatch.kernels.gemm.quantized.int4 import pack_int4, unpack_int4
-
-        assert weight.scales.shape[1] % 2 == 0, "a group would be cut"
-        first, second = (pack_int4(half) for half in unpack_int4(weight.values).chunk(2, 1))
-        halves = ([half.contiguous() for half in part.chunk(2, 1)] for part in (weight.scales, weight.zeros))
-        (scale, other_scale), (zero, other_zero) = halves
-        return Weight(first, scale, zero), Weight(second, other_scale, other_zero)
-    assert weight.values.shape[1] % (2 * SCALE_BLOCK) == 0, "a block of scales would be cut"
-    left, right = (half.contiguous() for half in weight.scales.chunk(2, 1))
-    return Weight(first, left), Weight(second, right)
-
-
-def concat_experts(first: Weight, second: Weight) -> Weight:
+def concat_experts(first: W, second: W) -> W:
     """Two stacks [E, out, in] of one type as one."""
-    scales = [weight.scales for weight in (first, second) if weight.scales is not None]
-    zeros = [weight.zeros for weight in (first, second) if weight.zeros is not None]
-    values = _joined([first.values, second.values], 0)
-    return Weight(values, _joined(scales, 0) if scales else None, _joined(zeros, 0) if zeros else None)
+    return _combined([first, second], lambda parts: torch.cat(parts, 0))
 
 
-def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-    import torch
+def stack_experts(weights: Sequence[Weight]) -> Weight | None:
+    """Weights [out, in] as a stack; None where they are of several types."""
+    if len({type(weight) for weight in weights}) > 1:
+        return None
+    return _combined(weights, torch.stack)
 
+
+def _combined(weights: Sequence[W], change: Callable[[list[torch.Tensor]], torch.Tensor]) -> W:
+    """One weight of several of a type. change: makes a tensor of theirs."""
+    return type(weights[0])(
+        *(_on_bytes(change, list(parts)) for parts in zip(*(weight.tensors for weight in weights), strict=True))
+    )
+
+
+def _on_bytes(change: Callable[[list[torch.Tensor]], torch.Tensor], parts: list[torch.Tensor]) -> torch.Tensor:
+    """change(parts); torch can neither concatenate nor pad FP8 values, only their bytes."""
     kind = parts[0].dtype
     if kind != torch.float8_e4m3fn:
-        return torch.cat(parts, dim)
-    return torch.cat([part.view(torch.uint8) for part in parts], dim).view(kind)
+        return change(parts)
+    return change([part.view(torch.uint8) for part in parts]).view(kind)
 
 
-def quantize_fp8_weight(values: torch.Tensor) -> Weight:
-    """A matrix or a stack of them, [..., out, in], in float8_e4m3fn with a float32 scale per block of 128 x 128: the
-    block's largest value / 448. It is computed in parts, because the float32 values on the way are four times as
-    large."""
-    import torch
-
-    out, inner = values.shape[-2:]
-    rows = max(1, _PART // (inner * SCALE_BLOCK)) * SCALE_BLOCK
-    matrices = [_quantize_rows(part) for matrix in values.reshape(-1, out, inner) for part in matrix.split(rows)]
-    found, scales = (torch.cat(parts) for parts in zip(*matrices, strict=True))
-    stack = values.shape[:-2]
-    return Weight(found.view(torch.float8_e4m3fn).view(values.shape), scales.view(*stack, -1, scales.shape[-1]))
-
-
-def _quantize_rows(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """values [rows, in] -> the bytes of FP8 values [rows, in], scales [ceil(rows / 128), ceil(in / 128)]."""
-    import torch
-    import torch.nn.functional as F
-
-    rows, inner = values.shape
-    padded = F.pad(values.float(), (0, -inner % SCALE_BLOCK, 0, -rows % SCALE_BLOCK))
-    blocks = padded.view(padded.shape[0] // SCALE_BLOCK, SCALE_BLOCK, -1, SCALE_BLOCK)
-    scales = blocks.abs().amax((1, 3)).clamp(min=SMALLEST_SCALE * FP8_MAX) / FP8_MAX
-    divided = (blocks / scales[:, None, :, None]).view(padded.shape)[:rows, :inner]
-    # Rounding may leave the largest value of a block just above 448, which has no FP8 value.
-    return divided.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).contiguous().view(torch.uint8), scales
+def quantized_linear_ref(
+    x: torch.Tensor | FP8Activations,
+    weight: Weight,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight.T + bias + residual for x [T, in], weight [out, in] of any format, bias [out], residual [T, out]; in
+    the memory of `out` [T, out] if given; else that of the residual may be used up. With FP8 x it is computed in
+    float32 and cast once, to the type before quantization."""
+    linear = linear_in_blocks if is_deterministic() else F.linear
+    if isinstance(x, FP8Activations):
+        y = linear(x.dequantize(), weight.dequantize(torch.float32), None if bias is None else bias.float())
+        y = (y if residual is None else residual + y).to(x.dtype)
+    else:
+        y = linear(x, weight.dequantize(x.dtype), bias)
+        y = y if residual is None else residual + y
+    return y if out is None else out.copy_(y)
 
 
-def keeps_quantized(device: torch.device) -> bool:
-    """Do weights stay quantized on this device? A CPU has no GEMM for them: they are dequantized once, at load.
-    Dequantizing for each GEMM would read and write four times as much."""
-    return device.type == "cuda"
+class UnfusedLinear(Linear):
+    """A `Linear` in which the norm before the GEMM and the activation after it are operations of their own."""
+
+    def __init__(self, shape: Sequence[int], bias: torch.Tensor | None = None) -> None:
+        self.shape, self.bias = torch.Size(shape), bias
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: Norm | None = None,
+        residual: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._gemm(x if norm is None else rms_norm(x, *norm), residual, out)
+
+    def _gemm(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+        raise NotImplementedError
+
+    def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return silu_and_mul(self(x, norm=norm))
+
+    def squared(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return relu_squared(self(x, norm=norm))
 
 
-def byte_chunks(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The bytes of FP8 values, contiguous, uint8 in parts: what is needed on the way stays small beside the weights,
-    and leaves no hole as large as they are in a GPU's memory."""
-    import torch
+class ConcatLinear(UnfusedLinear):
+    """GEMMs of the same x with concatenated outputs, where weights of several types form one `Linear`."""
 
-    parts: tuple[torch.Tensor, ...] = values.view(torch.uint8).view(-1).split(_PART)
-    return parts
+    def __init__(self, *parts: Linear) -> None:
+        super().__init__((sum(part.shape[0] for part in parts), parts[0].shape[1]))
+        self._parts = parts
 
-
-def contains_nan(values: torch.Tensor) -> bool:
-    """For contiguous float8_e4m3fn values. FP8 GEMMs turn NaN into finite values, so weights are checked at load."""
-    import torch
-
-    return bool(torch.stack([((part & 127) == 127).any() for part in byte_chunks(values)]).any())
+    def _gemm(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
+        out = x.new_empty(len(x), self.shape[0]) if out is None else out
+        for part, columns in zip(self._parts, out.split([part.shape[0] for part in self._parts], 1), strict=True):
+            part(x, out=columns)
+        return out if residual is None else residual + out

@@ -187,8 +187,7 @@ class DeviceWorker:
         """Write tokens, pages and sampling parameters of requests that were given a slot."""
         self._clear([page for item in admissions for page in item.pages[item.shared :]])
         self.batch.admit(admissions)
-        if self.decode_step.budget is not None:
-            self.decode_step.budget.admit([item.slot for item in admissions])
+        self.decode_step.admit([item.slot for item in admissions])
 
     @launches
     def load_grammar(self, start: int, cells: np.ndarray) -> None:
@@ -234,7 +233,9 @@ class DeviceWorker:
     @launches
     def shorten(self, slots: list[int], num_drafts: int, bound: int) -> None:
         """Prepare the drafter for a step with fewer drafts than the previous one."""
-        self.decode_step.shorten(self._input(upload(slots, self.batch.device), SamplingFlags(), num_drafts, bound))
+        with use_fp8_activations(self._fp8):
+            step = self._input(upload(slots, self.batch.device), SamplingFlags(), num_drafts, bound)
+            self.decode_step.drafter.shorten(step)
 
     @launches
     def catch_up(self, chunks: list[PromptChunk]) -> None:
@@ -269,7 +270,9 @@ class DeviceWorker:
 
     def _run(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, bound: int | None = None) -> Result:
         """One decode step over slots [B]; what a graph records."""
-        return self.decode_step(self._input(slots, flags, num_drafts, self.batch.width - 1 if bound is None else bound))
+        bound = self.batch.width - 1 if bound is None else bound
+        with use_fp8_activations(self._fp8):
+            return self.decode_step(self._input(slots, flags, num_drafts, bound))
 
     def _input(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, bound: int) -> StepInput:
         lengths, sampling = self.batch.look_up(slots, flags)

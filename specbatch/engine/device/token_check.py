@@ -8,13 +8,28 @@ added to the collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from specbatch.core.async_copy import AsyncCopy
-from specbatch.kernels.sampling.token_digest import KEPT, new_history
+from specbatch.core.step_input import Proposal, StepInput
+from specbatch.engine.device.acceptance import Accepted
+from specbatch.engine.device.step import DecodeStep, Verified
+from specbatch.kernels.sampling.token_digest import KEPT, new_history, token_digest
 
 EVERY = KEPT // 2  # steps; recording a graph may add some on the device
+
+
+@dataclass(frozen=True)
+class DigestedStep(DecodeStep):
+    """A decode step that adds a digest of its tokens to `history`, see `new_history`."""
+
+    history: torch.Tensor = field(kw_only=True)
+
+    def commit(self, step: StepInput, proposal: Proposal, verified: Verified, accepted: Accepted) -> None:
+        super().commit(step, proposal, verified, accepted)
+        token_digest(self.history, proposal.tokens, accepted.packed, step.slots, step.lengths)
 
 
 class TokenCheck:

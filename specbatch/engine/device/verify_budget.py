@@ -31,13 +31,16 @@ before each unlikely token would emit the likely ones too often.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from specbatch.core.step_input import Proposal, StepInput
+from specbatch.engine.device.acceptance import Accepted
+from specbatch.engine.device.step import DecodeStep, Verified
 from specbatch.kernels.common.upload import upload
-from specbatch.kernels.sampling.verify_budget import LEVELS, Spending, learn, spend
+from specbatch.kernels.sampling.verify_budget import LEVELS, learn, spend
+from specbatch.runtime.cuda_graphs import Result
 
 _SLOT_SEED = 0x2545F4914F6CDD1D  # odd: seeds of different slots differ
 
@@ -79,12 +82,32 @@ class VerifyBudget:
             sampling = replace(sampling, seeds=sampling.seeds + step.slots * _SLOT_SEED)
         return replace(step, sampling=sampling, needs_confidence=True)
 
-    def spend(self, step: StepInput, proposal: Proposal) -> Spending:
-        """Choose the drafts that are verified."""
+    def spend(self, step: StepInput, proposal: Proposal) -> Proposal:
+        """Choose the drafts that are verified: the proposal with these, and their rows."""
         sampling, total = step.sampling, self.rows(len(step.slots))
         temperature = sampling.temperature if sampling.flags.sampled else None
         return spend(self.counts, self.recent, step.slots, proposal, temperature, total)
 
-    def learn(self, step: StepInput, spending: Spending, accepted: torch.Tensor) -> None:
+    def learn(self, step: StepInput, proposal: Proposal, accepted: torch.Tensor) -> None:
         """Observe a verify that accepted so many drafts int64 [B]."""
-        learn(self.counts, self.recent, step.slots, spending, accepted)
+        learn(self.counts, self.recent, step.slots, proposal, accepted)
+
+
+@dataclass(frozen=True)
+class BudgetedStep(DecodeStep):
+    """A decode step that verifies the drafts that its budget has rows for."""
+
+    budget: VerifyBudget = field(kw_only=True)
+
+    def __call__(self, step: StepInput) -> Result:
+        return super().__call__(self.budget.begin(step))
+
+    def propose(self, step: StepInput) -> Proposal:
+        return self.budget.spend(step, super().propose(step))
+
+    def commit(self, step: StepInput, proposal: Proposal, verified: Verified, accepted: Accepted) -> None:
+        super().commit(step, proposal, verified, accepted)
+        self.budget.learn(step, proposal, accepted.accepted)
+
+    def admit(self, slots: list[int]) -> None:
+        self.budget.admit(slots)

@@ -1,20 +1,28 @@
-"""A rank's connection to rank 0: calls arrive, and progress, failures and a beat every second go back."""
+"""How ranks find each other, and a rank's connection to rank 0: calls arrive, and progress, failures and a beat every
+second go back."""
 
 from __future__ import annotations
 
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
 from specbatch.errors import one_line
+from specbatch.kernels.collectives.communicator import Communicator, DeviceCommunicator, GroupCommunicator
 
 Call = tuple[int, str, tuple[Any, ...]]  # number of an engine, method of its worker, arguments
+BUILD, CLOSE = "build", "close"  # calls that are not methods of a worker
 BEAT_S = 1.0
+HOST = "127.0.0.1"
+CONNECT = timedelta(seconds=120)  # for all ranks to start
+EXCHANGE = timedelta(days=30)  # of a collective: rank 0 watches the processes, and all of them may be suspended
 
 
 class Beat(NamedTuple):
@@ -108,3 +116,24 @@ class Link:
 def may_follow(error: BaseException) -> bool:
     """Whether an error may be a consequence of one on another rank, whose end a collective may notice first."""
     return isinstance(error, (RuntimeError, OSError)) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def listen(size: int) -> TCPStore:
+    """A store through which the ranks of a group find each other, on a free port."""
+    return TCPStore(HOST, 0, size, is_master=True, timeout=CONNECT, wait_for_workers=False)
+
+
+def connect(port: int, size: int) -> TCPStore:
+    """The store of another process that listens on this port."""
+    return TCPStore(HOST, port, size, is_master=False, timeout=CONNECT)
+
+
+def join_group(store: TCPStore, rank: int, size: int, device: str) -> Communicator:
+    """This rank's end of the group; returns once all ranks have joined."""
+    if device == "cpu":
+        group = ProcessGroupGloo(store, rank, size, CONNECT)
+        group._set_default_timeout(EXCHANGE)
+        return GroupCommunicator(group)
+    place = torch.device("cuda", rank)
+    torch.cuda.set_device(place)
+    return DeviceCommunicator(store, rank, size, place)

@@ -12,17 +12,15 @@ import atexit
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.async_copy import on_device
 from specbatch.engine.ranks.rank_group import EXPLAIN_S, RankGroup
-from specbatch.engine.ranks.rank_link import Built, Call, Digests, Message, Progress, may_follow
+from specbatch.engine.ranks.rank_link import BUILD, CLOSE, Digests, Progress, join_group, listen, may_follow
 from specbatch.engine.setup.prepare import Prepared, prepare
 from specbatch.errors import SpecbatchError, one_line, refuse
 from specbatch.kernels.collectives.communicator import Communicator
@@ -30,12 +28,7 @@ from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.progress.bars import Instead, Report
 from specbatch.runtime.device import far_device, find_device
 
-if TYPE_CHECKING:
-    from specbatch.engine.setup.builder import EngineParts
-
 FOLLOWER = "specbatch.engine.ranks.follower"
-Build = Callable[..., "EngineParts"]
-BUILD, CLOSE = "build", "close"
 
 
 class EngineRanks:
@@ -137,28 +130,6 @@ def _close_groups() -> None:
         _groups.popitem()[1].close()
 
 
-def follow(calls: Iterable[Call], build: Build, send: Callable[[Message], None]) -> None:
-    """Make the calls of rank 0, in their order, and tell it which engines are built."""
-    engines: dict[int, EngineParts] = {}
-    for engine, name, arguments in calls:
-        if name == BUILD:
-            report = partial(_send_progress, send, engine)
-            engines[engine] = parts = build(engines, report, *arguments)
-            if parts.worker.token_check is not None:
-                parts.worker.token_check.report = lambda *copied, engine=engine: send(Digests(engine, *copied))
-            send(Built(engine))
-        elif name == CLOSE:
-            engines.pop(engine).worker.close()
-        else:
-            worker = engines[engine].worker
-            with torch.inference_mode(), on_device(worker.batch.device):
-                getattr(worker, name)(*arguments)
-
-
-def _send_progress(send: Callable[[Message], None], engine: int, done: int, total: int) -> None:
-    send(Progress(engine, done, total))
-
-
 def _divide_cores(size: int) -> int:
     """Limit the threads of this process to its share of the cores among `size` ranks, unless OMP_NUM_THREADS is set.
     Returns the number of threads of each rank.
@@ -189,8 +160,6 @@ def checked(config: EngineConfig, log: Callable[[str], None]) -> Prepared:
 
 def start_group(size: int, device: str) -> RankGroup:
     """Start the other ranks of a group of `size`, on a CPU or on CUDA devices 0 to size - 1."""
-    from specbatch.engine.ranks.follower import join_group, listen
-
     threads = {"OMP_NUM_THREADS": str(_divide_cores(size))} if device == "cpu" else {}
     store = listen(size)
     processes: list[subprocess.Popen[bytes]] = []

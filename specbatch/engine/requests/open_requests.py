@@ -128,7 +128,7 @@ class OpenRequests:
 
     def _end(self, request: Request) -> None:
         request.finish_reason = "abort"
-        self._scheduler.release(request)
+        self._scheduler.finish(request)
         self._active.pop((request.index, request.sample), None)
 
     def _finish(self, request: Request, tokens: list[int]) -> None:

@@ -13,7 +13,7 @@ from specbatch.grammar.limits import COMPILING_S, KeptTexts, RegexError, limited
 from specbatch.grammar.regex import compile_regex
 from specbatch.grammar.token_automaton import TokenAutomaton, compile_tokens
 from specbatch.memory.grammar_pool import CELLS
-from specbatch.memory.page_pool import pages_for, reach_of
+from specbatch.memory.page_pool import pages_for, reserved_length
 from specbatch.models.config import ModelConfig
 from specbatch.text.tokenizer import Tokenizer, refuse_longer
 
@@ -170,7 +170,7 @@ def check_size(caps: Mapping[str, Any], prompt_len: int, max_new_tokens: int, in
             else f"the prompt has {prompt_len} tokens and max_model_len={longest}; shorten it"
         )
         raise refuse("max_new_tokens" if index is None else f"max_new_tokens of prompt {index}", max_new_tokens, works)
-    need = pages_for(reach_of(prompt_len + max_new_tokens, caps["verify_slots"]), caps["page_size"])
+    need = pages_for(reserved_length(prompt_len + max_new_tokens, caps["verify_slots"]), caps["page_size"])
     if need > caps["kv_pages"]:
         works = f"{'the ' if index is None else ''}{_named(index)} with its output needs {need}; use at least that"
         raise refuse("kv_pages", caps["kv_pages"], works)

@@ -114,8 +114,8 @@ def submissions(
 ) -> Iterator[Submission]:
     """The samples of all prompts, in order. prepare: encodes and checks the prompt with an index.
 
-    A list of prompts is checked entirely before this returns. Anything else is consumed lazily, with `params` and
-    `request_ids` beside it; a prompt that cannot run then raises SpecbatchError when it is reached.
+    A list of prompts is checked entirely before this returns. Anything else is consumed lazily, together with
+    `params` and `request_ids`; a prompt that cannot run then raises SpecbatchError when it is reached.
     """
     if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
         raise refuse("prompts", prompts, "give a list of prompts, for example [prompt]")

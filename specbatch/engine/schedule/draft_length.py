@@ -49,20 +49,20 @@ def rising(measured: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, f
 
 
 class DraftLength:
-    """Chooses one of `lengths` for each decode step; with a single one there is nothing to choose or to learn.
+    """Chooses one of `draft_lengths` for each decode step; with a single one there is nothing to choose or to learn.
 
     times: seconds of a step by batch bucket and length, filled in at start. catch_up_s: the additional cost of a probe
     after steps without drafts.
     """
 
-    def __init__(self, lengths: tuple[int, ...], buckets: list[int]) -> None:
-        """lengths: ascending; buckets: batch sizes, ascending, the last of which holds every batch."""
-        self.lengths = lengths
+    def __init__(self, draft_lengths: tuple[int, ...], buckets: list[int]) -> None:
+        """draft_lengths: ascending; buckets: batch sizes, ascending, the last of which holds every batch."""
+        self.draft_lengths = draft_lengths
         self.buckets = buckets
         self.times: dict[int, dict[int, float]] = {}
         self.catch_up_s = 0.0
         self.probing = False  # is the last choice a probe?
-        self._most = lengths[-1]
+        self._most = draft_lengths[-1]
         self._tried = [0.0] * self._most
         self._right = [0.0] * self._most
         if self._most:
@@ -75,7 +75,7 @@ class DraftLength:
 
     @property
     def is_auto(self) -> bool:
-        return len(self.lengths) > 1
+        return len(self.draft_lengths) > 1
 
     def bucket(self, rows: int) -> int:
         return self.buckets[bisect_left(self.buckets, rows)]
@@ -86,8 +86,8 @@ class DraftLength:
         if not self.is_auto:
             return self._most
         bucket, left = self.bucket(rows), self._left()
-        speed = {n: left[n] / self._time(bucket, n) / (APART if n else 1.0) for n in self.lengths}
-        best = max(self.lengths, key=speed.__getitem__)
+        speed = {n: left[n] / self._time(bucket, n) / (APART if n else 1.0) for n in self.draft_lengths}
+        best = max(self.draft_lengths, key=speed.__getitem__)
         current = self._current.get(bucket, best)
         if speed[best] > MARGIN * speed[current]:
             current = best
@@ -96,7 +96,7 @@ class DraftLength:
         self._rested += 1
         probe = self._most
         if current == self._most or not self._longest_next:
-            probe = max((length for length in self.lengths if length != current), key=speed.__getitem__)
+            probe = max((length for length in self.draft_lengths if length != current), key=speed.__getitem__)
         # The time of the probe, less what its tokens would have taken.
         loss = self._time(bucket, probe) - left[probe] / speed[current]
         loss += 0.0 if current and probe else self.catch_up_s
@@ -148,5 +148,5 @@ class DraftLength:
         return max(self.times[bucket][length] + self._drift.get(bucket, 0.0), 1e-9)
 
 
-def announced(lengths: tuple[int, ...]) -> str:
-    return f"draft tokens: {AUTO}, one of {', '.join(map(str, lengths))}"
+def announced(draft_lengths: tuple[int, ...]) -> str:
+    return f"draft tokens: {AUTO}, one of {', '.join(map(str, draft_lengths))}"

@@ -16,10 +16,10 @@ from specbatch.core.request import Logprobs, Request
 from specbatch.core.sampling import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillWork
-from specbatch.engine.schedule.counters import Counters
 from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
 from specbatch.grammar.token_automaton import FREE
+from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
 
 # Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share
@@ -32,14 +32,14 @@ OnTokens = Callable[[Request, list[int]], None]
 class Launched:
     """Work on the device whose result the host has not handled yet.
 
-    requests  whose tokens are in the result
-    result  None if there are none
-    first   a prefill, whose results are first tokens; otherwise a decode step
-    scores  log-probabilities of prompt tokens, as many for each of the chunks as in `scored`
-    timer   device time of a decode step, where it is known
-    host_s  host time spent launching it
-    drafts  tokens drafted per request
-    judged  indices of requests whose draft had all its keys, so that its acceptance counts
+    requests    whose tokens are in the result
+    result      None if there are none
+    first       a prefill, whose results are first tokens; otherwise a decode step
+    scores      log-probabilities of prompt tokens, as many for each of the chunks as in `scored`
+    timer       device time of a decode step, where it is known
+    host_s      host time spent launching it
+    num_drafts  tokens drafted per request
+    counted     indices of requests whose draft had all its keys, so that its acceptance counts
     """
 
     requests: Sequence[ScheduledRequest]
@@ -47,8 +47,8 @@ class Launched:
     first: bool
     timer: StepTimer | None = None
     host_s: float = 0.0
-    drafts: int = 0
-    judged: frozenset[int] = frozenset()
+    num_drafts: int = 0
+    counted: frozenset[int] = frozenset()
     scored: Sequence[tuple[ScheduledChunk, int]] = ()
     scores: AsyncCopy | None = None
 
@@ -91,7 +91,7 @@ class Runner:
         self._on_prefill = on_prefill
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._drafts = 0  # of the last decode step
+        self._num_drafts = 0  # of the last decode step
         self._launched_at = 0.0
         self._last_timer: StepTimer | None = None  # of the last decode step, if nothing was launched after it
 
@@ -139,31 +139,33 @@ class Runner:
             self._worker.add_pages(plan.new_pages)
         slots = [item.slot for item in plan.requests]
         flags = SamplingFlags.of(item.request for item in plan.requests)
-        drafts = self._draft_length.choose(len(slots))
-        if self._prepare_draft(plan.requests, drafts, plan.bound):
+        num_drafts = self._draft_length.choose(len(slots))
+        if self._prepare_draft(plan.requests, num_drafts, plan.bound):
             self._last_timer = None  # the gap before this step is not idle time
         begun = time.perf_counter()
         timer, late = StepTimer.begin(self._worker.batch.device), self._worker.decode_counters.recorded_late
-        result = self._worker.decode(slots, flags, drafts, plan.bound)
+        result = self._worker.decode(slots, flags, num_drafts, plan.bound)
         if self._worker.decode_counters.recorded_late > late:
             timer = None  # it would show the time of recording
         if timer is not None:
             timer.end(previous=self._last_timer)
         self._last_timer = timer
-        judged = frozenset(
+        counted = frozenset(
             index for index, item in enumerate(plan.requests) if item.request.draft_kv_valid_until is None
         )
         copy = self._copy(result)
         self._launched_at = time.perf_counter()
         if self._draft_length.is_auto:
-            self.counters.add_draft_length(self._draft_length.bucket(len(slots)), drafts)
+            self.counters.add_draft_length(self._draft_length.bucket(len(slots)), num_drafts)
             if timer is None and self._stream is None:  # a CPU is done
-                self._draft_length.took(len(slots), drafts, self._launched_at - begun)
+                self._draft_length.took(len(slots), num_drafts, self._launched_at - begun)
         host_s = self._launched_at - start
         self.counters.iterations += 1
         self.counters.iteration_rows += len(plan.requests)
         self.counters.iteration_s += host_s
-        return Launched(plan.requests, copy, first=False, timer=timer, host_s=host_s, drafts=drafts, judged=judged)
+        return Launched(
+            plan.requests, copy, first=False, timer=timer, host_s=host_s, num_drafts=num_drafts, counted=counted
+        )
 
     def handle(self, launched: Launched, *, overlapped: bool = False) -> None:
         """Wait for a result and book it. `overlapped`: another decode step is launched already."""
@@ -183,7 +185,7 @@ class Runner:
             if self.scheduler.is_void(item.request, item.epoch):
                 self.counters.void_results += 1
                 continue
-            if index in launched.judged:
+            if index in launched.counted:
                 accepted.append(values[index][-3])
             logprobs = Logprobs(*(of_requests[index] for of_requests in more)) if more else None
             self._book(item.request, values[index], logprobs, launched.first, now)
@@ -191,7 +193,7 @@ class Runner:
                 finished.append(item.request)
         self._add_to_corpus(finished)
         if self._draft_length.is_auto and not launched.first:
-            self._draft_length.learn(launched.drafts, accepted)
+            self._draft_length.learn(launched.num_drafts, accepted)
 
     def _note_prompt_logprobs(self, launched: Launched) -> None:
         if launched.scores is None:
@@ -204,15 +206,15 @@ class Runner:
                 assert chunk.request.prompt_logprobs is not None
                 chunk.request.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + count] = found
 
-    def _prepare_draft(self, requests: list[ScheduledRequest], drafts: int, bound: int) -> bool:
+    def _prepare_draft(self, requests: list[ScheduledRequest], num_drafts: int, bound: int) -> bool:
         """Prepare the drafter for another number of drafts than in the last step. True if anything was launched."""
-        fewer, self._drafts = drafts < self._drafts, drafts
+        fewer, self._num_drafts = num_drafts < self._num_drafts, num_drafts
         if fewer:
             padding = self._draft_length.bucket(len(requests)) - len(requests)
-            self._worker.shorten([*(item.slot for item in requests), *[0] * padding], drafts, bound)
+            self._worker.shorten([*(item.slot for item in requests), *[0] * padding], num_drafts, bound)
         if not self._idle_at_zero:
             return fewer
-        if not drafts:
+        if not num_drafts:
             self.scheduler.draft_idles(requests)
             return fewer
         budget = self._chunk if self._draft_length.probing else None  # a probe learns enough from some of them
@@ -243,7 +245,7 @@ class Runner:
             counters.device_gaps += 1
         counters.add_step(rows, step + (gap or 0.0))
         if self._draft_length.is_auto:
-            self._draft_length.took(rows, launched.drafts, step + (gap or 0.0))
+            self._draft_length.took(rows, launched.num_drafts, step + (gap or 0.0))
 
     def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> None:
         if first:
@@ -268,7 +270,7 @@ class Runner:
         if not first:
             request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus, has_budget=self._has_budget)
         if request.finished:
-            self.scheduler.release(request)
+            self.scheduler.finish(request)
         self._on_tokens(request, request.tokens[len(request.tokens) - kept :])
 
     def _add_to_corpus(self, finished: list[Request]) -> None:

@@ -1,8 +1,8 @@
 """Continuous batching: admission, chunked prefill, page reservation, retraction. Pure Python.
 
 Each request has two lengths: `committed` is its KV length by the last result that the host has handled; its pages are
-reserved for the most that iterations in flight and the next one can write. No page is given back before the request is
-released, and whatever a new owner writes is launched after the old owner's last write.
+reserved for the most that iterations in flight and the next one can write. No page is freed before the request is
+finished, and whatever a new owner writes is launched after the old owner's last write.
 
 Only the scheduler writes the scheduling fields of a `Request`.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from specbatch.core.request import Request
 from specbatch.memory.grammar_pool import GrammarPool
-from specbatch.memory.page_pool import PagePool, pages_for, reach_of
+from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.state_cache import Found, StateCache
 
@@ -87,8 +87,8 @@ class Scheduler:
         state_cache: StateCache | None = None,
         samples_share: bool = True,
     ) -> None:
-        self._pool = pool
-        self._cache = PrefixCache(pool, page_size) if cache is None else cache
+        self.pool = pool
+        self.cache = PrefixCache(pool, page_size) if cache is None else cache
         self._reuses_prefixes = cache is not None
         self._samples_share = samples_share
         self.state_cache = state_cache
@@ -98,7 +98,7 @@ class Scheduler:
         self._uncached_tail = uncached_tail
         self._window = window
         self.grammars = GrammarPool()
-        self._slots = list(range(max_running, 0, -1))
+        self.free_slots = list(range(max_running, 0, -1))
         self._waiting: deque[Request] = deque()
         self._prefilling: list[Request] = []
         self._running: list[Request] = []
@@ -119,65 +119,65 @@ class Scheduler:
         budget = self._prefill_chunk
         for request in list(self._prefilling):
             budget -= self._plan_chunk(plan, request, budget)
-        while budget > 0 and self._waiting and self._slots and self._admit(plan, self._waiting[0], now):
+        while budget > 0 and self._waiting and self.free_slots and self._admit(plan, self._waiting[0], now):
             request = self._waiting.popleft()
             plan.admitted.append(request)
             self._prefilling.append(request)
             budget -= self._plan_chunk(plan, request, budget)
         if self.state_cache is not None:
-            self.state_cache.planned()
+            self.state_cache.launched()
         return plan if plan.chunks else None
 
     def _admit(self, plan: PrefillPlan, request: Request, now: float) -> bool:
-        if self._shares(request) and any(item.index == request.index for item in self._prefilling):
+        if self._shares_prompt(request) and any(item.index == request.index for item in self._prefilling):
             return False  # another sample computes the prompt
-        found = self._shared(request)
-        if found.due:
+        found = self._match_prefix(request)
+        if found.storing:
             return False
         shared = found.pages
         # A spare page for each request that may need one: admitting must not force a retraction in the next step.
         spare = sum(len(item.pages) < self._most_pages(item) for item in (*self._running, *self._prefilling))
-        need = self._pages_for(reach_of(len(request.tokens), self.kv_slots_per_step)) - len(shared)
-        if not self._make_free(need + spare) or not self._place_grammar(request):
+        need = self._pages_for(reserved_length(len(request.tokens), self.kv_slots_per_step)) - len(shared)
+        if not self._ensure_free(need + spare) or not self._allocate_grammar(request):
             for page in shared:
-                self._pool.release(page)
+                self.pool.decref(page)
             return False
         request.shared = len(shared)
-        request.pages = shared + self._pool.take(need)
-        request.slot = self._slots.pop()
+        request.pages = shared + self.pool.allocate(need)
+        request.slot = self.free_slots.pop()
         request.prefilled = len(shared) * self._page_size
         request.branch = found.branch
         if request.params.n > 1:  # the other samples start from a state after the full pages
             request.branch = max(found.branch, (request.prompt_len - 1) // self._page_size * self._page_size)
         if self.state_cache is not None and found.state:
-            self.state_cache.use(found.state)
+            self.state_cache.promote(found.state)
             plan.loads.append((found.state, request.slot))
         if request.admitted is None:
             request.admitted = now
             request.metrics.cached_tokens = request.prefilled
         return True
 
-    def _place_grammar(self, request: Request) -> bool:
+    def _allocate_grammar(self, request: Request) -> bool:
         """Whether there is a place for its grammar, if it has one."""
         if request.automaton is None:
             return True
-        start = self.grammars.hold(request.automaton)
+        start = self.grammars.allocate(request.automaton)
         request.table = 0 if start is None else start
         return start is not None
 
-    def _shares(self, request: Request) -> bool:
+    def _shares_prompt(self, request: Request) -> bool:
         """Whether it shares its prompt with other samples."""
         return request.params.n > 1 and self._samples_share
 
-    def _shared(self, request: Request) -> Found:
+    def _match_prefix(self, request: Request) -> Found:
         """The cached part of a prompt. Without a prefix cache the first sample computes all of it."""
         if request.unshared or request.lacks_prompt_logprobs:
             return Found([], 0, 0)
         tokens = request.tokens[: request.textual + 1]  # the last token is computed in any case
         if self.state_cache is not None:
             return self.state_cache.find(tokens)
-        if self._reuses_prefixes or (self._shares(request) and request.sample):
-            return Found(self._cache.match(tokens), 0, 0)
+        if self._reuses_prefixes or (self._shares_prompt(request) and request.sample):
+            return Found(self.cache.match(tokens), 0, 0)
         return Found([], 0, 0)
 
     def _chunk_end(self, request: Request, budget: int) -> int:
@@ -202,11 +202,11 @@ class Scheduler:
         last = end == len(request.tokens)
         plan.chunks.append(ScheduledChunk(request, request.epoch, request.slot, request.prefilled, end, last))
         request.prefilled = end
-        if self._reuses_prefixes or self._shares(request):
-            self._cache.insert(request.tokens, min(end, request.textual), request.pages)
+        if self._reuses_prefixes or self._shares_prompt(request):
+            self.cache.insert(request.tokens, min(end, request.textual), request.pages)
         if self.state_cache is not None and end <= request.textual:
             is_branch = end == request.branch
-            if place := self.state_cache.keep(request.tokens, end, is_branch=is_branch):
+            if place := self.state_cache.allocate(request.tokens, end, is_branch=is_branch):
                 plan.saves.append((request.slot, place))
         if last:
             request.committed = end
@@ -228,7 +228,7 @@ class Scheduler:
                 continue
             self._free_outside_window(request)
             reach = request.committed + (request.in_flight + 1) * self.kv_slots_per_step
-            while (need := self._pages_for(reach) - len(request.pages)) > 0 and not self._make_free(need):
+            while (need := self._pages_for(reach) - len(request.pages)) > 0 and not self._ensure_free(need):
                 if not may_retract:
                     raise OutOfPagesError
                 victim = min(
@@ -239,7 +239,7 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                for page in self._pool.take(max(need, 0)):
+                for page in self.pool.allocate(max(need, 0)):
                     self._new_pages[request.slot, len(request.pages)] = page
                     request.pages.append(page)
                 scheduled.append(ScheduledRequest(request, request.epoch, request.slot))
@@ -266,7 +266,7 @@ class Scheduler:
         assert request.slot is not None
         computed = request.committed if request.draft_kv_valid_until is None else request.draft_kv_valid_until
         for place in range(request.freed, max(computed - self._uncached_tail - self._window, 0) // self._page_size):
-            self._pool.release(request.pages[place])
+            self.pool.decref(request.pages[place])
             request.pages[place] = 0
             self._new_pages[request.slot, place] = 0
             request.freed = place + 1
@@ -313,7 +313,7 @@ class Scheduler:
             request.in_flight -= 1
             request.committed += accepted + 1
 
-    def release(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
         """End a request: cache its prefix, give its pages and its slot back."""
         if request.slot is None:
             if request in self._waiting:
@@ -325,60 +325,62 @@ class Scheduler:
             known = min(known, request.textual)
             if request.draft_kv_valid_until is not None:
                 known = min(known, request.draft_kv_valid_until)
-            self._cache.insert(request.tokens, known, request.pages)
-        self._vacate(request)
+            self.cache.insert(request.tokens, known, request.pages)
+        self._deallocate(request)
 
     def retry_without_shared(self, request: Request) -> bool:
         """Compute a request again without shared pages, if it has any: another request may have written NaN to them
         before its own result showed that. False if it has none; it must `fail`."""
         if not request.shared:
             return False
-        self._cache.forget(request.tokens, 0)
+        self.cache.invalidate(request.tokens, 0)
         request.unshared = True
         self._retract(request)
         return True
 
     def fail(self, request: Request) -> None:
         """End a request whose pages may hold anything: what it cached is forgotten, too."""
-        self._cache.forget(request.tokens, request.shared)
-        self._vacate(request)
+        self.cache.invalidate(request.tokens, request.shared)
+        self._deallocate(request)
 
     def forget_prefixes(self) -> None:
         """Evict all cached pages that no request holds."""
-        self._cache.evict(len(self._cache))
+        self.cache.evict(len(self.cache))
 
     def _retract(self, request: Request) -> None:
         """Take the memory of a running request; it waits at the front and is computed again from its tokens."""
-        self._vacate(request)
+        self._deallocate(request)
         request.epoch += 1
         request.prefilled = request.committed = request.in_flight = request.pending = 0
         request.draft_kv_valid_until = None
         request.metrics.retractions += 1
         self._waiting.appendleft(request)
 
-    def _vacate(self, request: Request) -> None:
+    def _deallocate(self, request: Request) -> None:
         assert request.slot is not None
         for page in request.pages[request.freed :]:
-            self._pool.release(page)
+            self.pool.decref(page)
         request.pages = []
         request.freed = 0
         self._new_pages = {place: page for place, page in self._new_pages.items() if place[0] != request.slot}
-        self._slots.append(request.slot)
+        self.free_slots.append(request.slot)
         request.slot = None
         if request.automaton is not None:
-            self.grammars.drop(request.automaton)
+            self.grammars.decref(request.automaton)
         (self._running if request in self._running else self._prefilling).remove(request)
 
-    def _make_free(self, count: int) -> bool:
+    def _ensure_free(self, count: int) -> bool:
         """Are `count` pages free, after evicting cached ones if necessary?"""
-        missing = count - self._pool.free
-        if 0 < missing <= self._pool.idle:
-            missing -= self._cache.evict(missing)
+        missing = count - self.pool.free
+        if 0 < missing <= self.pool.idle:
+            missing -= self.cache.evict(missing)
         return missing <= 0
 
     def _most_pages(self, request: Request) -> int:
         """The most pages that a request can hold."""
-        return self._pages_for(reach_of(request.prompt_len + request.params.max_new_tokens, self.kv_slots_per_step))
+        return self._pages_for(
+            reserved_length(request.prompt_len + request.params.max_new_tokens, self.kv_slots_per_step)
+        )
 
     def _pages_for(self, tokens: int) -> int:
         return pages_for(tokens, self._page_size)

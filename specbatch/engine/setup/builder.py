@@ -18,8 +18,8 @@ from specbatch.engine.device.device_worker import DeviceWorker, OtherRanks
 from specbatch.engine.device.prefill import PrefillStep
 from specbatch.engine.device.score_step import ScoreStep
 from specbatch.engine.device.step import DecodeStep
-from specbatch.engine.device.token_check import TokenCheck
-from specbatch.engine.device.verify_budget import VerifyBudget
+from specbatch.engine.device.token_check import DigestedStep, TokenCheck
+from specbatch.engine.device.verify_budget import BudgetedStep, VerifyBudget
 from specbatch.engine.schedule.draft_length import DraftLength, announced
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan
@@ -30,7 +30,7 @@ from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import acceptance_thresholds
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.page_pool import PagePool, pages_for, reach_of
+from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.state_cache import StateCache
@@ -67,23 +67,23 @@ def build(
     log: Log,
     report: Report,
     *,
-    lender: DecodeStep | None = None,
+    shared: DecodeStep | None = None,
     share: MemoryShare = EXCLUSIVE,
     ranks: Communicator | None = None,
     others: OtherRanks | None = None,
 ) -> EngineParts:
     """Load and record everything. Raises SpecbatchError for what cannot run or does not fit.
 
-    lender: of an open engine, whose weights of the target are used, and its KV cache if `share` says so; ranks: over
+    shared: of an open engine, whose weights of the target are used, and its KV cache if `share` says so; ranks: over
     which the models are divided, for a rank that is led; others: for rank 0, those that it leads. They build once the
     configuration is checked."""
     start = time.perf_counter()
-    prepared = prepare(config, log, shared=None if lender is None else lender.model)
+    prepared = prepare(config, log, shared=None if shared is None else shared.model)
     if others is None:
-        return _build(prepared, log, report, lender, share, ranks, start=start)
+        return _build(prepared, log, report, shared, share, ranks, start=start)
     ranks = others.build()
     try:
-        return _build(prepared, log, others.with_theirs(report), lender, share, ranks, others, start=start)
+        return _build(prepared, log, others.with_theirs(report), shared, share, ranks, others, start=start)
     except BaseException as error:
         others.fail(error)
         raise
@@ -93,7 +93,7 @@ def _build(
     prepared: Prepared,
     log: Log,
     report: Report,
-    lender: DecodeStep | None,
+    shared: DecodeStep | None,
     share: MemoryShare,
     ranks: Communicator | None,
     others: OtherRanks | None = None,
@@ -101,9 +101,9 @@ def _build(
     start: float,
 ) -> EngineParts:
     if share.borrows:
-        assert lender is not None, "there is no pool to borrow"
-        share = share.within(lender.cache.pages)
-    plan = memory_plan(prepared, share, is_shared=lender is not None, ranks=ranks)
+        assert shared is not None, "there is no pool to borrow"
+        share = share.within(shared.cache.pages)
+    plan = memory_plan(prepared, share, is_shared=shared is not None, ranks=ranks)
     config = prepared.config
     if config.prefix_cache and plan.states and not plan.cached_states:
         log("prefix cache: off, because no prefix state fits next to the KV pages; use a higher memory_fraction")
@@ -116,7 +116,7 @@ def _build(
             f"{asked.draft_steps} drafted"
         )
     if asked.is_auto:
-        log(announced(asked.lengths))
+        log(announced(asked.draft_lengths))
     for line in plan.lines(1 if ranks is None else ranks.size):
         log(line)
     if ranks is not None and prepared.device.type == "cpu":
@@ -125,7 +125,7 @@ def _build(
         with on_device(prepared.device):
             progress = Stages(report)
             before = time.perf_counter()
-            parts = _load(prepared, plan, lender, log, progress, ranks)
+            parts = _load(prepared, plan, shared, log, progress, ranks)
             parts.caps["load_s"] = time.perf_counter() - before
             try:
                 parts.caps.update(_record_graphs(parts.worker, log, progress))
@@ -146,16 +146,16 @@ def _build(
 def _load(
     prepared: Prepared,
     plan: MemoryPlan,
-    lender: DecodeStep | None,
+    shared: DecodeStep | None,
     log: Log,
     progress: Stages,
     ranks: Communicator | None,
 ) -> EngineParts:
     """Load the models and allocate the caches."""
     config, device, target, sizes, dtype, attention, draft, asked_corpus = prepared
-    num_queries = config.speculation.drafted + 1
-    kv_slots = draft.kv_slots_per_step(num_queries)
-    width = reach_of(plan.max_model_len, kv_slots) + 1
+    num_drafts = config.speculation.num_drafts
+    kv_slots = draft.kv_slots_per_step(num_drafts)
+    width = reserved_length(plan.max_model_len, kv_slots) + 1
     recorder = Recorder(device) if config.graphs.any else None
     to_fp8 = config.speculation.quantizes_draft
     batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
@@ -170,7 +170,7 @@ def _load(
         chunk=config.prefill_chunk,
         page_table=batch.page_table,
         tokens=batch.tokens,
-        num_queries=num_queries,
+        num_drafts=num_drafts,
         trees=config.speculation.drafts_trees,
         state_dtype=config.state_dtype,
         cached_states=plan.cached_states,
@@ -178,11 +178,11 @@ def _load(
         recorder=recorder if config.graphs.prefill == "piecewise" else None,
         ranks=ranks,
         draft_to_fp8=to_fp8,
-        pool=lender.cache if lender is not None and plan.borrows else None,
+        pool=shared.cache if shared is not None and plan.borrows else None,
     )
-    model = loader.model(target) if lender is None else lender.model.with_positions(width, sizes)
+    model = loader.model(target) if shared is None else shared.model.with_positions(width, sizes)
     model = model.with_aux(draft.aux)
-    models, loads = (target.config, draft.config), (lender is None, draft.weights is not None)
+    models, loads = (target.config, draft.config), (shared is None, draft.weights is not None)
     fp8 = quantizes_activations(config.fp8_activations, dtype, device, *models, at_load=to_fp8)
     for line in quantization_lines(model, draft.config, loads=loads, quantizes=fp8, draft_to_fp8=to_fp8):
         log(line)
@@ -195,27 +195,23 @@ def _load(
     states = [one.states for one in loader.caches if one.states is not None]
     simulated = config.speculation.simulated
     simulate = None if simulated is None else acceptance_thresholds(simulated.conditional, device)
+    step = DecodeStep(model, cache, drafter, simulate, config.speculation.verification)
     token_check = None if ranks is None else TokenCheck(device)
+    if token_check is not None:
+        step = DigestedStep(**vars(step), history=token_check.history)
+    elif (budget := _budget(config, device)) is not None:
+        step = BudgetedStep(**vars(step), budget=budget)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
     worker = DeviceWorker(
         batch,
         PrefillStep(batch, model, forward, drafter, states=states, workspace=plan.workspace, **passes),
-        DecodeStep(
-            model,
-            cache,
-            drafter,
-            simulate,
-            config.speculation.verification,
-            fp8=fp8,
-            history=None if token_check is None else token_check.history,
-            budget=_budget(config, device),
-        ),
+        step,
         ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
         caches=loader.caches,
         forwards=loader.forwards,
         page_size=config.page_size,
         prefill_chunk=config.prefill_chunk,
-        draft_lengths=config.speculation.lengths,
+        draft_lengths=config.speculation.draft_lengths,
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
         deterministic=config.deterministic,
@@ -230,7 +226,7 @@ def _load(
         plan=plan,
         scheduler=_scheduler(config, plan, model.config, draft, has_states=bool(states)),
         worker=worker,
-        draft_length=DraftLength(config.speculation.lengths, batch_buckets(config.max_running)),
+        draft_length=DraftLength(config.speculation.draft_lengths, batch_buckets(config.max_running)),
         draft=draft,
         diagnose=use_fp8_activations(fp8)(drafter.diagnose),
         caps=_caps(prepared, plan, cache, batch.tokens.numel(), fp8=fp8),
@@ -241,7 +237,6 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
     """What the engine can hold at most and what was chosen for it, for the record. running: tokens that all slots have
     room for; fp8: whether activations are quantized."""
     config, asked, corpus = prepared.config, prepared.config.speculation, prepared.corpus
-    num_queries = asked.drafted + 1
     caps: dict[str, Any] = {
         "device": str(prepared.device),
         "dtype": type_name(prepared.dtype),
@@ -254,9 +249,9 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
         "kv_pages": plan.kv_pages,
         "page_size": config.page_size,
         "prefill_chunk": config.prefill_chunk,
-        "verify_rows": num_queries,
-        "verify_slots": prepared.draft.kv_slots_per_step(num_queries),
-        "draft_shape": str(asked.shape) if num_queries > 1 else "none",
+        "verify_rows": asked.num_drafts + 1,
+        "verify_slots": prepared.draft.kv_slots_per_step(asked.num_drafts),
+        "draft_shape": str(asked.shape) if asked.num_drafts else "none",
         "weights_bytes": plan.weights + plan.draft_weights,
         "kv_bytes": plan.kv,
         "state_bytes": plan.states,
@@ -293,7 +288,7 @@ def _scheduler(
         page_size=config.page_size,
         max_running=config.max_running,
         prefill_chunk=config.prefill_chunk,
-        kv_slots_per_step=draft.kv_slots_per_step(config.speculation.drafted + 1),
+        kv_slots_per_step=draft.kv_slots_per_step(config.speculation.num_drafts),
         uncached_tail=draft.uncached_tail,
         window=_largest_window([target, *[draft.config] * bool(draft.kv_layers)]),
         state_cache=state_cache,

@@ -12,7 +12,6 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.engine.setup.prepare import Prepared
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.collectives.communicator import Communicator
-from specbatch.kernels.gemm.quantized.weight import keeps_quantized
 from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory
@@ -20,7 +19,7 @@ from specbatch.memory.recurrent_state import state_bytes, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import token_bytes
 from specbatch.models.formats.fp8 import FP8Weights
-from specbatch.models.layers.partition import rows_per_rank
+from specbatch.models.partition import rows_per_rank
 from specbatch.runtime.cuda_graphs import graph_bytes
 from specbatch.runtime.loader import dequantized_bytes, saved_by_fp8, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
@@ -38,7 +37,7 @@ def memory_plan(
         most=config.max_running,
         chunk=chunk,
         layers=model.num_layers + draft.layers,
-        lengths=len(config.speculation.lengths),
+        draft_lengths=config.speculation.draft_lengths,
     )
     if config.graphs.prefill == "piecewise":
         graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
@@ -54,10 +53,10 @@ def memory_plan(
         draft_weights=_draft_bytes(draft, dtype, device, to_fp8=config.speculation.quantizes_draft),
         page_bytes=target_page + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         target_page_bytes=target_page,
-        state_bytes=_state_bytes(prepared, config.speculation.drafted + 1),
+        state_bytes=_state_bytes(prepared, config.speculation.num_drafts + 1),
         cached_state_bytes=_state_bytes(prepared, 0),
         vocabulary=model.vocab_size,
-        rows=draft.kv_slots_per_step(config.speculation.drafted + 1),
+        rows=draft.kv_slots_per_step(config.speculation.num_drafts),
         token_bytes=_token_bytes(model, draft, dtype),
         temporary=pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config)),
         corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
@@ -95,12 +94,12 @@ def _draft_bytes(draft: DraftPlan, dtype: torch.dtype, device: torch.device, *, 
     size += sum(map(math.prod, draft.shapes_of(draft.config).values())) * dtype.itemsize
     if not to_fp8:
         return size
-    if keeps_quantized(device):
+    if FP8Weights.runs_on(device):
         size -= saved_by_fp8(draft.config, draft.shapes, dtype)
     if any(name.endswith("lm_head.weight") for name in draft.shapes):
         return size
     head = rows_per_rank(draft.config.vocab_size, draft.config.ranks), draft.config.hidden_size
-    return size + (FP8Weights().memory(head) if keeps_quantized(device) else math.prod(head) * dtype.itemsize)
+    return size + (FP8Weights().memory(head) if FP8Weights.runs_on(device) else math.prod(head) * dtype.itemsize)
 
 
 def _least_memory(device: torch.device, ranks: Communicator) -> int:

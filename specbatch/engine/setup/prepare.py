@@ -16,10 +16,9 @@ from specbatch.drafters.corpus import CorpusPlan
 from specbatch.drafters.corpus_files import plan_corpus
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention, prefill_backend
-from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK
+from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
-from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.runtime.device import find_device, find_dtype, type_name
 from specbatch.runtime.loader import quantizes_activations
 from specbatch.weights import Checkpoint, Log
@@ -84,7 +83,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     if config.load_format == "dummy" and config.speculation.draft is not None:
         check_random(config.speculation.draft)
     draft: DraftPlan = import_module(config.speculation.entry.module).plan(target, config, log)
-    config = replace(config, speculation=config.speculation.with_most(draft.drafted))
+    config = replace(config, speculation=config.speculation.with_num_drafts(draft.num_drafts))
     to_fp8 = config.speculation.quantizes_draft
     if to_fp8 and draft.config.hidden_size % SCALE_BLOCK:
         works = f"the draft's hidden size is {draft.config.hidden_size}, which must be a multiple of {SCALE_BLOCK}"
@@ -156,7 +155,7 @@ def _check_deterministic_on_cuda(
         raise refuse("deterministic", True, f"{works}; use an H100 or H200, or device='cpu'")
     if config.attention_backend not in ("auto", "triton"):
         raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
-    is_fp8 = isinstance(target.quantization, FP8Weights)
+    is_fp8 = target.quantization is not None and target.quantization.has_fp8_gemm
     if is_fp8 and not quantizes_activations(config.fp8_activations, dtype, device, target):
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
     for size in target.input_widths:

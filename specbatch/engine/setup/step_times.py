@@ -38,7 +38,7 @@ def measure_step_times(
         return min(times)
 
     if device.type == "cuda":
-        slots, most, warm = [0] * draft_length.buckets[-1], draft_length.lengths[-1], 0.0
+        slots, most, warm = [0] * draft_length.buckets[-1], draft_length.draft_lengths[-1], 0.0
         while warm < WARM_S:
             warm += seconds_of(partial(worker.decode, slots, SamplingFlags(), most, bound), device)
     measured: dict[int, dict[int, float]] = {}
@@ -46,10 +46,10 @@ def measure_step_times(
         slots = [0] * bucket
         measured[bucket] = {}
         # From long to short, so that what prepares the drafter for fewer drafts runs once, too.
-        for index, drafts in enumerate(reversed(draft_length.lengths)):
+        for index, num_drafts in enumerate(reversed(draft_length.draft_lengths)):
             if index:
-                worker.shorten(slots, drafts, bound)
-            measured[bucket][drafts] = time_it(partial(worker.decode, slots, SamplingFlags(), drafts, bound))
+                worker.shorten(slots, num_drafts, bound)
+            measured[bucket][num_drafts] = time_it(partial(worker.decode, slots, SamplingFlags(), num_drafts, bound))
     draft_length.times = rising(measured)
     if catch_up_tokens is not None:
         chunks = [PromptChunk(0, 0, min(catch_up_tokens, worker.batch.width - 1))]

@@ -14,15 +14,16 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, positive_of, table_of
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout
+from specbatch.kernels.attention.queries import LatentLayout
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.head_gemm import head_gemm
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.models.config import ModelConfig, follows_layers
 from specbatch.models.families import llama
-from specbatch.models.layers.blocks import Attention, Layer, Reader, Tables
+from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.layers.deepseek_moe import DeepseekMixture, deepseek_mixture_of, read_deepseek_experts
 from specbatch.models.layers.moe import MoeMlp, Shapes
+from specbatch.models.weight_reader import Reader, Tables
 
 _LATENT_EPS = 1e-6  # of the norms in latent attention, which do not read rms_norm_eps
 

@@ -14,7 +14,7 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, positive_of, spelled, table_of
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.elementwise.activations import gelu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm
@@ -22,8 +22,9 @@ from specbatch.models.config import DEEPEST, FULL, SLIDING, ModelConfig
 from specbatch.models.families.llama import qkv_rows
 from specbatch.models.families.qwen3_next import centred
 from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, layer_types, short
-from specbatch.models.layers.blocks import Attention, Layer, Reader, Tables
+from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.rope import Rope, read_rope
+from specbatch.models.weight_reader import Reader, Tables
 
 _LOCAL_THETA, _GLOBAL_THETA = 1e4, 1e6  # if a config has none
 

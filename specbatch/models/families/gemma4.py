@@ -19,7 +19,7 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, positive_of, spelled, table_of
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.moe.experts import Experts
@@ -35,9 +35,10 @@ from specbatch.models.families.per_layer_embedding import (
     read_layer_inputs,
     table_name,
 )
-from specbatch.models.layers.blocks import Layer, Mlp, Reader, Tables
+from specbatch.models.layers.blocks import Layer, Mlp
 from specbatch.models.layers.moe import Mixture, mixture_of, read_routed
 from specbatch.models.rope import Rope, read_rope
+from specbatch.models.weight_reader import Reader, Tables
 
 _ROPES: dict[str, dict[str, Any]] = {  # of a config that states none
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},

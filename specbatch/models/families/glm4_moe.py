@@ -16,9 +16,10 @@ from specbatch.models.config import ModelConfig, follows_layers
 from specbatch.models.families import llama
 from specbatch.models.gguf_layout import EXPERT_NAMES, GgufLayout, GgufMetadata, sigmoid_settings
 from specbatch.models.layers import partial_rope
-from specbatch.models.layers.blocks import Layer, Reader, Tables
+from specbatch.models.layers.blocks import Layer
 from specbatch.models.layers.deepseek_moe import DeepseekMixture, deepseek_mixture_of, read_deepseek_experts
 from specbatch.models.layers.moe import MoeMlp, Shapes
+from specbatch.models.weight_reader import Reader, Tables
 
 _PARTIAL = 0.5  # of a config that states none
 

@@ -6,8 +6,8 @@ transformers. The rows of gate and up alternate in a checkpoint; here all of the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,12 +15,13 @@ import torch
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, positive_of, table_of
 from specbatch.kernels.elementwise.activations import GATE_LIMIT, GATE_SLOPE
-from specbatch.kernels.gemm.quantized.weight import MX_BLOCK, Weight
-from specbatch.kernels.moe.experts import Biases, Experts
+from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.moe.expert_weights import Biases
+from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing
 from specbatch.models.config import DEEPEST, FULL, SLIDING, ModelConfig, shared_out
 from specbatch.models.families import llama
-from specbatch.models.formats.mxfp4 import METHOD, check_width, is_mxfp4, stored_shapes
+from specbatch.models.formats.mxfp4 import METHOD, Mxfp4Weights, check_width
 from specbatch.models.gguf_layout import (
     EXPERT_NAMES,
     GgufLayout,
@@ -29,8 +30,9 @@ from specbatch.models.gguf_layout import (
     layer_types,
     mixture_settings,
 )
-from specbatch.models.layers.blocks import Layer, Reader, Tables
+from specbatch.models.layers.blocks import Layer
 from specbatch.models.layers.moe import Mixture, MoeMlp, mixture_of
+from specbatch.models.weight_reader import Reader, Tables
 
 # Of a config that states none.
 _THETA, _WINDOW, _LAYERS = 150000.0, 128, 36
@@ -39,16 +41,18 @@ _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(ModelConfig):
-    """mxfp4: whether the experts of the checkpoint are."""
+    """The experts of the checkpoint may be quantized, and nothing else."""
 
     module: ClassVar[str] = __name__
-    reads_mxfp4: ClassVar[bool] = True
+    methods: ClassVar[tuple[str, ...]] = (METHOD,)
 
     mixture: Mixture
-    mxfp4: bool
 
     def __post_init__(self) -> None:
-        if self.quantization is not None:
+        if isinstance(self.quantization, Mxfp4Weights):
+            check_width("hidden_size", self.hidden_size)
+            check_width("intermediate_size", self.intermediate_size)
+        elif self.quantization is not None:
             works = f"the experts of gpt-oss are {METHOD!r}, or unquantized without a quantization_config"
             raise refuse("quantization_config", self.quantization.name, works)
 
@@ -60,7 +64,7 @@ class GptOssConfig(ModelConfig):
         layers = count_of(config, "num_hidden_layers", _LAYERS, most=DEEPEST)
         rope = table_of(config, "rope_scaling") or table_of(config, "rope_parameters") or _YARN
         plain = ModelConfig.from_dict(
-            {key: value for key, value in config.items() if key != "quantization_config"}
+            config
             | {
                 "architectures": None,
                 "model_type": "ministral",  # whose configs state windows alike
@@ -76,28 +80,20 @@ class GptOssConfig(ModelConfig):
             }
         )
         experts = config | {"moe_intermediate_size": plain.intermediate_size}
-        quantized = is_mxfp4(config)
-        if quantized:
-            check_width("hidden_size", plain.hidden_size)
-            check_width("intermediate_size", plain.intermediate_size)
-        mixture = mixture_of(experts, normalise=True)
-        return cls(**vars(plain) | {"family": "gpt_oss"}, mixture=mixture, mxfp4=quantized)
+        return cls(**vars(plain) | {"family": "gpt_oss"}, mixture=mixture_of(experts, normalise=True))
 
     @property
     def has_sinks(self) -> bool:
         return True
 
     @property
-    def has_mxfp4(self) -> bool:
-        return self.mxfp4
+    def input_step(self) -> int:
+        return 1  # but for experts
 
     def divided(self, ranks: int) -> Self:
-        step = MX_BLOCK if self.mxfp4 else 1
+        step = 1 if self.quantization is None else self.quantization.input_step
         inner = shared_out("intermediate_size", self.intermediate_size, ranks, step)
         return replace(super().divided(ranks), mixture=replace(self.mixture, inner=inner))
-
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        return stored_shapes(self.weight_shapes()) if self.mxfp4 else self.weight_shapes()
 
     def mlp_bytes(self, dtype: torch.dtype) -> int:
         return self.mixture.token_bytes(self.hidden_size, dtype)
@@ -116,17 +112,13 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
 
 def _experts(read: Reader, stem: str, config: GptOssConfig) -> Experts:
     count, inner, hidden = config.mixture.experts, config.mixture.inner, config.hidden_size
-    matrices = read.mxfp4 if config.mxfp4 else partial(_transposed, read)
-    up = matrices(f"{stem}.experts.gate_up_proj", count, 2 * inner, hidden)
-    up = Weight(_gate_first(up.values), None if up.scales is None else _gate_first(up.scales))
-    down = matrices(f"{stem}.experts.down_proj", count, hidden, inner)
     up_bias = _gate_first(read(f"{stem}.experts.gate_up_proj_bias", count, 2 * inner))
     down_bias = read(f"{stem}.experts.down_proj_bias", count, hidden)
     return Experts(
         Routing(count, config.mixture.top_k),
         read(f"{stem}.router.weight", count, hidden),
-        read.kept(up),
-        read.kept(Weight(down.values.contiguous(), down.scales)),
+        _matrices(read, f"{stem}.experts.gate_up_proj", (count, 2 * inner, hidden), _gate_first),
+        _matrices(read, f"{stem}.experts.down_proj", (count, hidden, inner), torch.Tensor.contiguous),
         "clamped_swiglu",
         router_bias=read(f"{stem}.router.bias", count),
         biases=Biases(up_bias, down_bias if read.ranks is None or read.ranks.rank == 0 else None),
@@ -134,9 +126,15 @@ def _experts(read: Reader, stem: str, config: GptOssConfig) -> Experts:
     )
 
 
-def _transposed(read: Reader, name: str, count: int, outputs: int, inputs: int) -> Weight:
-    """The experts' matrices [count, outputs, inputs], which are stored transposed."""
-    return Weight(read(name, count, inputs, outputs).transpose(1, 2))
+def _matrices(
+    read: Reader, name: str, shape: tuple[int, int, int], order: Callable[[torch.Tensor], torch.Tensor]
+) -> Weight:
+    """The experts' matrices [count, outputs, inputs]; unquantized ones are stored transposed. order: applied to the
+    outputs."""
+    count, outputs, inputs = shape
+    if read.config.is_stored_quantized(name, shape):
+        return read.fused(name, count, outputs, inputs, order=order)
+    return Weight(order(read(name, count, inputs, outputs).transpose(1, 2)))
 
 
 def _gate_first(x: torch.Tensor) -> torch.Tensor:
@@ -149,15 +147,15 @@ final_norm = llama.final_norm
 
 
 def _gguf_settings(file: GgufMetadata, usual: dict[str, Any]) -> dict[str, Any]:
-    own: dict[str, Any] = mixture_settings(file) | {
-        "model_type": "gpt_oss",
+    own: dict[str, Any] = {
         "sliding_window": file.count(".attention.sliding_window"),
         "num_local_experts": file.count(".expert_count"),
-        "rope_parameters": usual["rope_parameters"] | {"truncate": False},  # which no file states
     }
     if has_mxfp4(file):
         own |= {"quantization_config": {"quant_method": METHOD}}
-    return own | layer_types(file, unstated=2)
+    rope = usual["rope_parameters"] | {"truncate": False}  # which no file states
+    own |= {"model_type": "gpt_oss", "rope_parameters": rope}
+    return mixture_settings(file) | own | layer_types(file, unstated=2)
 
 
 GGUF = {

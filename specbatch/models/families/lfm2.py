@@ -12,10 +12,11 @@ from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending, shared_out
 from specbatch.models.families.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, short, sigmoid_settings
-from specbatch.models.layers.blocks import Layer, Mixer, Mlp, Reader, SwiGlu, Tables
+from specbatch.models.layers.blocks import Layer, Mixer, Mlp, SwiGlu
 from specbatch.models.layers.deepseek_moe import DeepseekMixture, deepseek_mixture_of, read_deepseek_experts
 from specbatch.models.layers.moe import MoeMlp, Shapes
 from specbatch.models.layers.recurrent import ShortConv, tap_major, taps_of, window_shapes
+from specbatch.models.weight_reader import Reader, Tables
 
 _THETA = 1e6  # if a config has no theta
 

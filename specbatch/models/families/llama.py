@@ -7,7 +7,8 @@ from typing import Any
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.models.config import ModelConfig
 from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, layer_types
-from specbatch.models.layers.blocks import Attention, Layer, Reader, SwiGlu, Tables
+from specbatch.models.layers.blocks import Attention, Layer, SwiGlu
+from specbatch.models.weight_reader import Reader, Tables
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:

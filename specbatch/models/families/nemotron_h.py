@@ -16,14 +16,15 @@ from specbatch.files.config_values import count_of, flag_of, limits_of, names_of
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.moe.experts import Experts, token_bytes
 from specbatch.kernels.moe.routing import Routing
-from specbatch.kernels.recurrent.mamba2 import SsdHeads
+from specbatch.kernels.recurrent.inputs import SsdHeads
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, shared_out
 from specbatch.models.families.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
-from specbatch.models.layers.blocks import Layer, Mixer, Mlp, Reader, Tables
+from specbatch.models.layers.blocks import Layer, Mixer, Mlp
 from specbatch.models.layers.moe import MOST_EXPERTS, MoeMlp, with_shared
 from specbatch.models.layers.recurrent import Mamba2, tap_major, taps_of, window_shapes
 from specbatch.models.rope import Rope
+from specbatch.models.weight_reader import Reader, Tables
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 _KINDS = {

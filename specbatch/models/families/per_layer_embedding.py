@@ -19,7 +19,8 @@ from specbatch.core.embedded_prompt import EmbeddingOverrides
 from specbatch.kernels.elementwise.activations import gelu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.models.layers.blocks import Layer, Reader
+from specbatch.models.layers.blocks import Layer
+from specbatch.models.weight_reader import Reader
 
 
 @dataclass(frozen=True)

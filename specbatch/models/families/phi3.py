@@ -18,8 +18,9 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.families.llama import final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, short
 from specbatch.models.layers import partial_rope
-from specbatch.models.layers.blocks import Layer, Reader, SwiGlu, Tables
+from specbatch.models.layers.blocks import Layer, SwiGlu
 from specbatch.models.rope import DEFAULT_THETA, Rope
+from specbatch.models.weight_reader import Reader, Tables
 
 _LONGROPE = ("longrope", "su", "yarn")  # its names in configs of this family
 _ROPE_KEYS = {

@@ -11,8 +11,9 @@ from specbatch.files.config_values import flag_of
 from specbatch.models.config import ModelConfig
 from specbatch.models.families import llama
 from specbatch.models.gguf_layout import EXPERT_NAMES, GgufLayout, GgufMetadata, mixture_settings, normalises
-from specbatch.models.layers.blocks import Layer, Reader, Tables
+from specbatch.models.layers.blocks import Layer
 from specbatch.models.layers.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
+from specbatch.models.weight_reader import Reader, Tables
 
 
 @dataclass(frozen=True, kw_only=True)

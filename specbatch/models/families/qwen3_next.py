@@ -14,17 +14,17 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, table_of
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.quantized.fp8_linear import ConcatLinear, linear
-from specbatch.kernels.gemm.quantized.weight import Weight, concat_outputs
-from specbatch.kernels.recurrent.gated_delta import DeltaHeads, chunk_bytes
+from specbatch.kernels.gemm.quantized.weight import ConcatLinear, Weight, concat_outputs
+from specbatch.kernels.recurrent.inputs import DeltaHeads, chunk_bytes
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.config import Ends, ModelConfig, attending, shared_out, without_windows
-from specbatch.models.layers.blocks import Attention, Layer, Mixer, Mlp, Reader, SwiGlu, Tables
+from specbatch.models.layers.blocks import Attention, Layer, Mixer, Mlp, SwiGlu
 from specbatch.models.layers.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
 from specbatch.models.layers.partial_rope import paired, turning, without_factor
 from specbatch.models.layers.recurrent import GatedDelta, tap_major, taps_of, window_shapes
+from specbatch.models.weight_reader import Reader, Tables
 
 _PARTIAL = 0.25  # share of rotated channels, if a config has none
 _INTERVAL = 4
@@ -206,12 +206,10 @@ def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     q_norm, k_norm = (centred(read, f"{inner}.{part}_norm", dim).weight[order].contiguous() for part in "qk")
     return Attention(
         norm=centred(read, f"{stem}.input_layernorm"),
-        qkv=linear(
-            read.in_fp8(Weight(torch.cat([queries[:, order].flatten(0, 1), keys[:, order].flatten(0, 1), v])), *names)
-        ),
+        qkv=read.in_fp8(Weight(torch.cat([*(x[:, order].flatten(0, 1) for x in (queries, keys)), v])), *names).linear(),
         heads=QKVLayout(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm, config.rms_norm_eps, *tables),
         out=read.linear({f"{inner}.o_proj": config.hidden_size}, config.num_heads * dim),
-        gate=linear(read.in_fp8(Weight(gates.flatten(0, 1).contiguous()), *names)),
+        gate=read.in_fp8(Weight(gates.flatten(0, 1).contiguous()), *names).linear(),
     )
 
 
@@ -248,7 +246,7 @@ def _delta_inputs(read: Reader, stem: str, sizes: DeltaSizes) -> Linear:
         first = _ungrouped(read, f"{stem}.in_proj_qkvz.weight", sizes.keys, wide)
         second = _ungrouped(read, f"{stem}.in_proj_ba.weight", sizes.keys, [share, share])
     whole = concat_outputs([first, second])
-    return ConcatLinear(linear(first), linear(second)) if whole is None else linear(whole)
+    return ConcatLinear(first.linear(), second.linear()) if whole is None else whole.linear()
 
 
 def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
@@ -259,11 +257,9 @@ def _ungrouped(read: Reader, name: str, groups: int, rows: list[int]) -> Weight:
         return torch.cat([part.flatten(0, 1) for part in matrix.unflatten(0, (groups, -1)).split(sizes, 1)])
 
     weight = read.weight({name: groups * sum(rows)}, read.config.hidden_size)
-    if weight.scales is None or any(count % weight.scale_rows for count in rows):
-        return Weight(regrouped(read.dequantize(name, weight), rows))
-    values = regrouped(weight.values.view(torch.uint8), rows).view(weight.values.dtype)
-    scales = regrouped(weight.scales, [count // weight.scale_rows for count in rows])
-    return Weight(values, scales, None if weight.zeros is None else regrouped(weight.zeros, rows))
+    if any(count % weight.block[0] for count in rows):
+        weight = Weight(read.dequantize(name, weight))
+    return weight.map_outputs(lambda part, step: regrouped(part, [count // step for count in rows]))
 
 
 def _as_qwen3(config: dict[str, Any]) -> dict[str, Any]:

@@ -3,33 +3,53 @@
 The scales of a matrix `X` are the tensor `X_scale_inv` (`...q_proj.weight_scale_inv`; for fused experts
 `...gate_up_proj_scale_inv`), as DeepSeek-V3, Qwen and transformers name it, or `X_scale` (compressed-tensors,
 ModelOpt). Despite the first name they are multiplied.
+
+ModelOpt: NVIDIA/TensorRT-Model-Optimizer, whose older files have the same settings in a file of their own,
+hf_quant_config.json. Quark: AMD's quantizer.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK
-from specbatch.models.formats.quantization import Quantization, Shape, Shapes
+from specbatch.files.config_values import flag_of, table_of
+from specbatch.kernels.common.block_sizes import SCALE_BLOCK
+from specbatch.models.formats.format import SCALES, Format, Group, Shape, Shapes, Source, scaled, scales_per_output
+from specbatch.models.formats.settings import expect, refuse_setting, unquantized
 
-SCALES = ("_scale_inv", "_scale")
-_SCALED = (".weight", "_proj")  # how the names of scaled tensors end
+if TYPE_CHECKING:
+    import torch
+
+    from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
+
+_BLOCKS = [SCALE_BLOCK, SCALE_BLOCK]
+# Root mean square of float8_e4m3fn values if all bit patterns except the two NaNs are equally likely.
+_RMS = 100.06
 
 
 @dataclass(frozen=True)
-class FP8Weights(Quantization):
+class FP8Weights(Format):
     """per_channel: a scale per output (or the same for all outputs of a tensor) instead of per block; suffix: of the
-    names of scales; quantizes_inputs: the checkpoint was made for FP8 activations, too."""
+    names of scales."""
 
+    name: ClassVar[str] = "FP8"
+    file_types: ClassVar[tuple[str, ...]] = ("F8_E4M3",)
+    has_fp8_gemm: ClassVar[bool] = True
+
+    quantizes_inputs: bool = True
     per_channel: bool = False
     suffix: str = SCALES[0]
-    quantizes_inputs: bool = True
 
-    @property
-    def name(self) -> str:
-        return "FP8"
+    @classmethod
+    def methods(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
+        return {"fp8": _fine_grained, "modelopt": _modelopt, "quark": _quark}
+
+    @classmethod
+    def groups(cls) -> dict[tuple[str, int], Callable[[Group], Format]]:
+        return {("float", 8): _group}
 
     @property
     def input_step(self) -> int:
@@ -45,28 +65,94 @@ class FP8Weights(Quantization):
             return (*stack, out, 1)
         return (*stack, -(-out // SCALE_BLOCK), -(-inner // SCALE_BLOCK))
 
+    def weight_of(self, name: str) -> str | None:
+        return scaled(name)
+
+    def respelled(self, found: Shapes) -> Shapes:
+        return scales_per_output(found) if self.per_channel else {}
+
+    def fit(self, found: Shapes) -> Self:
+        inverse = any(name.endswith(SCALES[0]) for name in found)
+        return replace(super().fit(found), suffix=SCALES[0 if inverse else 1])
+
+    def load(self, name: str, shape: Shape, source: Source) -> FP8Weight:
+        import torch
+
+        from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight, contains_nan
+
+        values, rows = source.part(name, shape), 1 if self.per_channel else SCALE_BLOCK
+        scales = source.part(name + self.suffix, self.scale_shape(shape), of=name, rows=rows).to(torch.float32)
+        source.require_finite(name, not contains_nan(values), values.dtype)
+        source.require_finite(name + self.suffix, bool(scales.isfinite().all()), scales.dtype)
+        return FP8Weight(values, scales)
+
     def memory(self, shape: Shape) -> int:
         return math.prod(shape) + 4 * math.prod(self.scale_shape(shape))
 
     def may_dequantize(self, shape: Shape) -> bool:
         return not self.per_channel and bool(shape[-2] % SCALE_BLOCK)
 
-    def weight_of(self, name: str) -> str | None:
-        return scaled(name)
+    def random(self, name: str, shape: Shape, inputs: int, generator: torch.Generator) -> torch.Tensor:
+        """Values are generated as bits to avoid a larger copy."""
+        import torch
 
-    def fit(self, found: Shapes) -> Self:
-        inverse = any(name.endswith(SCALES[0]) for name in found)
-        return replace(super().fit(found), suffix=SCALES[0 if inverse else 1])
+        from specbatch.kernels.gemm.quantized.fp8_linear import byte_chunks
+
+        if scaled(name) is not None:
+            scales = torch.empty(shape, device=generator.device).uniform_(0.8, 1.2, generator=generator)
+            return scales.mul_(1 / (_RMS * math.sqrt(inputs)))
+        bits = torch.empty(shape, device=generator.device, dtype=torch.uint8).random_(0, 254, generator=generator)
+        for part in byte_chunks(bits):
+            part += part >= 127  # 127 and 255 are NaN
+        return bits.view(torch.float8_e4m3fn)
+
+    def random_item(self, name: str) -> int:
+        return 1 if scaled(name) is None else 4
 
 
-def scaled(name: str) -> str | None:
-    """The FP8 tensor of which `name` is the scales; None if it is anything else."""
-    for suffix in SCALES:
-        if name.endswith(tuple(end + suffix for end in _SCALED)):
-            return name.removesuffix(suffix)
-    return None
+def _fine_grained(found: dict[str, Any]) -> Format:
+    """What transformers calls `FineGrainedFP8Config`; without blocks, one scale per tensor."""
+    expect(found, "fmt", "e4m3", default="e4m3")
+    blocks = found.get("weight_block_size")
+    if blocks is not None:
+        expect(found, "weight_block_size", _BLOCKS)
+    schemes = ("dynamic", "static") if blocks is None else ("dynamic",)
+    expect(found, "activation_scheme", *schemes, default="dynamic")
+    return FP8Weights(*unquantized(found, "modules_to_not_convert", "ignored_layers"), per_channel=blocks is None)
 
 
-def is_per_output(scales: Shape, weight: Shape) -> bool:
-    """Whether scales of this shape are one per tensor or one per output of a weight [out, in], in any spelling."""
-    return len(weight) == 2 and scales in ((), (1,), (1, 1), (weight[0],), (weight[0], 1))
+def _modelopt(found: dict[str, Any]) -> Format:
+    expect(found, "quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
+    return FP8Weights(*unquantized(found, "ignore", "exclude_modules"), per_channel=True, suffix=SCALES[1])
+
+
+def _quark(found: dict[str, Any]) -> Format:
+    """AMD Quark's own method, in FP8."""
+    for key in ("layer_quant_config", "layer_type_quant_config", "algo_config"):
+        if found.get(key):
+            raise refuse_setting(key, found[key], "all weights must be quantized in one way")
+    expect(table_of(found, "export"), "weight_format", "real_quantized", default="real_quantized", where="export")
+    scheme = table_of(found, "global_quant_config")
+    weights, inputs, where = table_of(scheme, "weight"), table_of(scheme, "input_tensors"), "global_quant_config"
+    expect(weights, "dtype", "fp8_e4m3", where=f"{where}.weight")
+    expect(weights, "qscheme", "per_tensor", "per_channel", where=f"{where}.weight")
+    expect(inputs, "dtype", "fp8_e4m3", default="fp8_e4m3", where=f"{where}.input_tensors")
+    plain = unquantized(found, "exclude")
+    return FP8Weights(*plain, per_channel=True, suffix=SCALES[1], quantizes_inputs=bool(inputs))
+
+
+def _group(group: Group) -> Format:
+    """A group of compressed-tensors."""
+    settings, where = group.settings, group.where
+    weights, inputs = table_of(settings, "weights"), table_of(settings, "input_activations")
+    expect(settings, "format", "float-quantized", default=group.config.get("format", "float-quantized"), where=where)
+    if not flag_of(weights, "symmetric", True):
+        raise refuse_setting(f"{where}.weights.symmetric", False, "FP8 has no zero points; it must be true")
+    expect(weights, "strategy", "tensor", "channel", "block", where=f"{where}.weights")
+    per_channel = weights["strategy"] != "block"
+    if not per_channel:
+        expect(weights, "block_structure", _BLOCKS, default=_BLOCKS, where=f"{where}.weights")
+    if inputs and (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
+        kind = (inputs.get("type"), inputs.get("num_bits"))
+        raise refuse_setting(f"{where}.input_activations", kind, "activations must be in FP8 or not quantized")
+    return FP8Weights(*group.modules, per_channel=per_channel, suffix=SCALES[1], quantizes_inputs=bool(inputs))

@@ -10,22 +10,29 @@ this order. GPTQ stores zero points less 1, "gptq_v2" as they are (AutoGPTQ, GPT
 
 Symmetric weights have the zero point 8. GPTQ's `qzeros` then hold 7, 8 or something else, or are missing, and are not
 read, as in kernels of the Marlin kind. Scales may be negative: half of those of auto-round's symmetric weights are.
+
+AWQ: casper-hansen/AutoAWQ. GPTQ: AutoGPTQ, ModelCloud/GPTQModel. auto-round: intel/auto-round, whose files hold tensors
+of GPTQ or AWQ.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from specbatch.errors import refuse
-from specbatch.models.formats.quantization import Quantization, Shape, Shapes
+from specbatch.files.config_values import flag_of, spelled, table_of
+from specbatch.kernels.common.block_sizes import INT4_GROUPS
+from specbatch.models.formats.format import PATTERN, Format, Group, Modules, Shape, Shapes, Source
+from specbatch.models.formats.settings import expect, refuse_setting, unquantized
 
 if TYPE_CHECKING:
     import torch
 
-    from specbatch.kernels.gemm.quantized.weight import Weight
+    from specbatch.kernels.gemm.quantized.int4 import Int4Weight
 
 Packing = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
 PACKED = 8  # values in an int32
@@ -35,23 +42,34 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs are: the inverse of 
 _ZERO = 8  # of symmetric weights
 _ZEROS = ".qzeros"
 _PARTS = (".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_zero_point", ".weight_scale")
-ORDERS = (".g_idx", ".weight_g_idx")  # the group of each input
-_UNUSED = (*ORDERS, ".weight_shape")
-VALUES = (".qweight", ".qzeros", ".weight_packed", ".weight_zero_point")  # how names of packed values end
-INTEGERS = (*VALUES, *_UNUSED)
+_ORDERS = (".g_idx", ".weight_g_idx")  # the group of each input
+_UNUSED = (*_ORDERS, ".weight_shape")
+_ZERO_POINTS = (_ZEROS, ".weight_zero_point")
+_WORDS = (".qweight", ".weight_packed", *_ZERO_POINTS)  # how names of packed values end
+_UNQUANTIZED = (16, 32)  # bits of what auto-round leaves as it is
+_RMS = 4.64  # of whole numbers from -8 to 7
+_EIGHTS = -0x77777778  # eight times the zero point 8, in an int32
 
 
 @dataclass(frozen=True)
-class Int4Weights(Quantization):
+class Int4Weights(Format):
     """group: inputs that share a scale, or `WHOLE`; has_zeros: whether stored zero points count, else all are 8."""
+
+    name: ClassVar[str] = "INT4"
+    dequantizes_for_gemm: ClassVar[bool] = True
 
     packing: Packing = "awq"
     group: int = 128
     has_zeros: bool = True
 
-    @property
-    def name(self) -> str:
-        return "INT4"
+    @classmethod
+    def methods(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
+        # "intel/auto-round" is of older versions.
+        return {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "intel/auto-round": _auto_round}
+
+    @classmethod
+    def groups(cls) -> dict[tuple[str, int], Callable[[Group], Format]]:
+        return {("int", 4): _packed}
 
     @property
     def input_step(self) -> int:
@@ -74,18 +92,17 @@ class Int4Weights(Quantization):
         zeros = {f"{stem}.qzeros": (groups, out // PACKED)} if self.has_zeros else {}
         return {f"{stem}.qweight": packed, **zeros, f"{stem}.scales": (groups, out)}
 
-    def memory(self, shape: Shape) -> int:
-        values = math.prod(shape)
-        return values // 2 + 4 * values // self.input_step  # a word of a scale and a zero point
-
-    def may_dequantize(self, shape: Shape) -> bool:
-        return False
-
     def weight_of(self, name: str) -> str | None:
         for part in _PARTS:
             if name.endswith(part):
                 return name.removesuffix(part) + ".weight"
         return None
+
+    @classmethod
+    def types_of_part(cls, name: str) -> tuple[tuple[str, ...], str] | None:
+        if not name.endswith((*_WORDS, *_UNUSED)):
+            return None
+        return ("I32",) if name.endswith(_WORDS) else ("I32", "I64"), "packed INT4 values are in I32"
 
     def is_unused(self, name: str) -> bool:
         is_unread = self.packing in ("gptq", "gptq_v2") and not self.has_zeros and name.endswith(_ZEROS)
@@ -97,12 +114,61 @@ class Int4Weights(Quantization):
         has_zeros = self.has_zeros or (self.packing == "awq" and any(name.endswith(_ZEROS) for name in found))
         return replace(super().fit(found), has_zeros=has_zeros)
 
-    def weight(self, name: str, read: Callable[[str], torch.Tensor]) -> Weight:
+    def is_idle(self, name: str, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> bool:
+        """Old versions of AutoGPTQ write a bias of zeros for every layer."""
+        is_bias = name.endswith(".bias") and name.removesuffix(".bias") + ".qweight" in found
+        return is_bias and not tensor(name).any()
+
+    def damage(self, names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> str | None:
+        """Groups must be neighbouring inputs."""
+        for name in names:
+            if name.endswith(_ORDERS):
+                groups = tensor(name)
+                size = len(groups) if self.group == WHOLE else self.group
+                if not groups.eq(groups.new_tensor(range(len(groups))).div(size, rounding_mode="floor")).all():
+                    works = "its inputs are in another order (desc_act); use a checkpoint that was quantized without"
+                    return f"{name}: {works}"
+        return None
+
+    def load(self, name: str, shape: Shape, source: Source) -> Int4Weight:
+        """It is unpacked whole, also where this rank has a part."""
+        from specbatch.kernels.gemm.quantized.int4 import Int4Weight, pack_int4
+
+        whole = self.weight(name, source.whole)
+        if self.runs_on(source.device):
+            whole = self._with_short_scales(name, whole, source)
+        if not whole.scales.isfinite().all():
+            raise source.unusable(name, "its scales hold values that are not finite; the file is damaged")
+        if whole.shape == shape:
+            return whole
+        assert source.ranks is not None, f"{name} is {whole.shape}, not {shape}"
+        if shape[1] % self.input_step:
+            works = f"{name} has {shape[1]} inputs on each, and its groups of {self.input_step} are not cut; use fewer"
+            raise refuse("tensor_parallel", source.ranks.size, works)
+        groups = (shape[0], shape[1] // self.input_step)
+        values = (whole.unpacked(), shape)
+        parts = source.cut(name, [values, (whole.scales, groups), (whole.zeros, groups)])
+        return Int4Weight(pack_int4(parts[0]), *parts[1:])
+
+    def _with_short_scales(self, name: str, weight: Int4Weight, source: Source) -> Int4Weight:
+        """The weight with scales of 16 bits."""
+        from specbatch.kernels.gemm.quantized.int4 import LARGEST_INT4_SCALE, with_short_scales
+
+        short = with_short_scales(weight, source.dtype)
+        stored, found = weight.scales.double(), short.scales.double()
+        largest = stored.abs().max()
+        if largest.isfinite() and not (found.abs() < LARGEST_INT4_SCALE).all():
+            works = f"its largest scale is {largest:g}; on a GPU use less than {LARGEST_INT4_SCALE}"
+            raise source.unusable(name, works)
+        if (found - stored).abs().max() > largest / 128:
+            raise source.unusable(name, f"its scales, up to {largest:g}, are too small for float16; use bfloat16")
+        return short
+
+    def weight(self, name: str, read: Callable[[str], torch.Tensor]) -> Int4Weight:
         """The whole weight `name` [out, in] from the tensors on disk, on their device."""
         import torch
 
-        from specbatch.kernels.gemm.quantized.int4 import pack_int4
-        from specbatch.kernels.gemm.quantized.weight import Weight
+        from specbatch.kernels.gemm.quantized.int4 import Int4Weight, pack_int4
 
         stem = name.removesuffix(".weight")
         if self.packing == "compressed-tensors":
@@ -120,12 +186,25 @@ class Int4Weights(Quantization):
         if self.group == WHOLE:
             count = values.shape[1] // _WHOLE_STEP
             scales, zeros = scales.expand(-1, count), zeros.expand(-1, count)
-        return Weight(pack_int4(values), scales.contiguous(), zeros.contiguous())
+        return Int4Weight(pack_int4(values), scales.contiguous(), zeros.contiguous())
 
+    def memory(self, shape: Shape) -> int:
+        values = math.prod(shape)
+        return values // 2 + 4 * values // self.input_step  # a word of a scale and a zero point
 
-def is_zeros(name: str) -> bool:
-    """Whether a tensor has zero points."""
-    return name.endswith((".qzeros", ".weight_zero_point"))
+    def random(self, name: str, shape: Shape, inputs: int, generator: torch.Generator) -> torch.Tensor:
+        import torch
+
+        if name.endswith(_ZERO_POINTS):
+            return torch.full(shape, _EIGHTS, dtype=torch.int32, device=generator.device)
+        if name.endswith(_WORDS):
+            words = torch.empty(shape, dtype=torch.int32, device=generator.device)
+            return words.random_(-(1 << 31), 1 << 31, generator=generator)
+        scales = torch.empty(shape, device=generator.device).uniform_(0.8, 1.2, generator=generator)
+        return scales.mul_(1 / (_RMS * math.sqrt(inputs))).half()
+
+    def random_item(self, name: str) -> int:
+        return 4 if name.endswith(_WORDS) else 2
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
@@ -140,3 +219,76 @@ def _ordered(values: torch.Tensor) -> torch.Tensor:
     """Values in AWQ's order in that of the outputs, [n, out]."""
     ordered: torch.Tensor = values.unflatten(1, (-1, PACKED))[..., list(_AWQ_PLACES)]
     return ordered.flatten(1)
+
+
+def _awq(found: dict[str, Any]) -> Format:
+    expect(found, "bits", 4)
+    key = spelled(found, "version", "format")
+    version = found.get(key) or "gemm"
+    if str(version).lower() != "gemm":
+        raise refuse_setting(key, version, "it must be 'gemm'")
+    plain, has_zeros = unquantized(found, "modules_to_not_convert"), flag_of(found, "zero_point", True)
+    return Int4Weights(*plain, packing="awq", group=_group_size(found), has_zeros=has_zeros)
+
+
+def _gptq(found: dict[str, Any]) -> Format:
+    expect(found, "bits", 4)
+    key = spelled(found, "checkpoint_format", "format")  # GPTQModel 7.7 and transformers 5.23 read both
+    expect(found, key, "gptq", "gptq_v2", default="gptq")
+    expect(found, "pack_dtype", "int32", default="int32")
+    others = [name for name in table_of(found, "dynamic") if not name.startswith("-:")]  # those are not quantized
+    if others:
+        raise refuse_setting("dynamic", others, "all weights must be quantized in one way")
+    packing: Packing = "gptq_v2" if found.get(key) == "gptq_v2" else "gptq"
+    return _grouped(found, packing, unquantized(found, "modules_to_not_convert"))
+
+
+def _auto_round(found: dict[str, Any]) -> Format:
+    """auto-round's own method: tensors of GPTQ or AWQ, with settings of single layers in `extra_config`."""
+    expect(found, "bits", 4)
+    expect(found, "data_type", "int", default="int")
+    expect(found, "packing_format", *_AUTO_ROUND)
+    if found.get("rotation_config"):
+        raise refuse_setting("rotation_config", found["rotation_config"], "weights must not need rotated activations")
+    expect(found, "act_bits", *_UNQUANTIZED, default=16)
+    layers = table_of(found, "extra_config")
+    for name in layers:  # or a regular expression
+        expect(table_of(layers, name), "bits", *_UNQUANTIZED, where=f"extra_config.{name}")
+    names = [name if re.fullmatch(r"[\w.]+", name) else PATTERN + name for name in layers]
+    return _grouped(found, _AUTO_ROUND[found["packing_format"]], unquantized({"extra_config": names}, "extra_config"))
+
+
+def _grouped(found: dict[str, Any], packing: Packing, plain: Modules) -> Format:
+    """Symmetric weights (`sym`) have the zero point 8, whatever their `qzeros` hold: 7, 8 or nothing. A config without
+    `sym` means symmetric ones, as for GPTQModel 7.7 and transformers 5.23; vLLM 0.33 refuses it for GPTQ."""
+    return Int4Weights(*plain, packing=packing, group=_group_size(found), has_zeros=not flag_of(found, "sym", True))
+
+
+def _group_size(found: dict[str, Any], where: str = "") -> int:
+    expect(found, "group_size", *INT4_GROUPS, WHOLE, where=where)
+    return int(found["group_size"])
+
+
+def _packed(group: Group) -> Format:
+    """A group of compressed-tensors."""
+    settings, where = group.settings, group.where
+    weights, inside = table_of(settings, "weights"), f"{where}.weights"
+    expect(settings, "format", "pack-quantized", default=group.config.get("format", "pack-quantized"), where=where)
+    if inputs := table_of(settings, "input_activations"):
+        raise refuse_setting(f"{where}.input_activations", inputs, "INT4 weights need unquantized ones")
+    expect(weights, "strategy", "group", "channel", where=inside)
+    expect(weights, "actorder", "static", "weight", False, default=False, where=inside)
+    size = WHOLE if weights["strategy"] == "channel" else _group_size(weights, inside)
+    has_zeros = not flag_of(weights, "symmetric", True)
+    return Int4Weights(*group.modules, packing="compressed-tensors", group=size, has_zeros=has_zeros)
+
+
+# Packing formats of auto-round 0.16.1, and the tensors that they are. Only those of auto_gptq have zero points less 1.
+_AUTO_ROUND: dict[str, Packing] = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round": "gptq_v2",
+}

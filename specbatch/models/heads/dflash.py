@@ -17,14 +17,14 @@ from specbatch.algorithms import ALGORITHMS, algorithm_of
 from specbatch.config.draft_shape import MOST
 from specbatch.errors import counted, refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, places_of, table_of
-from specbatch.kernels.attention.context_kv import ContextKVLayout
-from specbatch.kernels.attention.verify.verify_attention import Mask
+from specbatch.kernels.attention.queries import ContextKVLayout, Mask
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
-from specbatch.models.formats.quantization import MatrixShape
+from specbatch.models.decoder import Decoder, decoder_shapes
+from specbatch.models.formats.format import MatrixShape, Shapes
 from specbatch.models.heads.feature_layers import FeatureLayers
 from specbatch.models.heads.speculators import speculative_tokens
-from specbatch.models.layers.blocks import Attention, Reader
+from specbatch.models.layers.blocks import Attention
+from specbatch.models.weight_reader import Reader
 
 _LAYERS, _BOUNDARIES = "target_layer_ids", "aux_hidden_state_layer_ids"
 ARCHITECTURE = "DFlashDraftModel"
@@ -90,7 +90,7 @@ class DFlashConfig(ModelConfig):
         if found not in BLOCKS:
             known = (f"{list(entry.published.architectures[:2])} ({name})" for name, entry in BLOCKS.items())
             raise refuse("architectures", names, f"drafts of blocks have {', '.join(known)}")
-        of_deepspec = config["architectures"][0] in DEEPSPEC
+        of_deepspec = names is not None and names[0] in DEEPSPEC
         cls._check_algorithm(own, found, may_have_markov=of_deepspec)
         if config.get("model_type") != "qwen3":
             raise refuse("model_type", config.get("model_type"), "the layers of a block draft are 'qwen3'")
@@ -209,10 +209,10 @@ class DFlashConfig(ModelConfig):
         """Number of tokens that a row's draft is chosen from."""
         return self.drafted_tokens
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of the file's weights."""
+    def head_shapes(self) -> Shapes:
+        """Of the file."""
         ends = ("model.embed_tokens.weight", "lm_head.weight")
-        shapes = {name: shape for name, shape in super().weight_shapes().items() if name not in ends}
+        shapes = {name: shape for name, shape in decoder_shapes(self).items() if name not in ends}
         shapes = {name.removeprefix("model."): shape for name, shape in shapes.items()}
         shapes["fc.weight"] = MatrixShape((self.hidden_size, len(self.target_layers) * self.hidden_size))
         shapes["hidden_norm.weight"] = (self.hidden_size,)
@@ -227,11 +227,10 @@ class DFlashConfig(ModelConfig):
         )
         return self.whole_file and name in copies
 
-    def parameter_count(self) -> int:
-        """Number of parameters in memory. The weights of keys and values are stored twice: for blocks, and as one
-        matrix for context."""
-        twice = 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.hidden_size
-        return super().parameter_count() + twice
+    @property
+    def copied_parameters(self) -> int:
+        """The weights of keys and values are stored twice: for blocks, and as one matrix for context."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.hidden_size
 
     def differences(self, target: ModelConfig) -> list[str]:
         """Differences that prevent the draft from running with this target."""

@@ -23,9 +23,11 @@ from specbatch.kernels.sampling.argmax_topk import topk_logprobs
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.families import llama
+from specbatch.models.formats.format import Shapes
 from specbatch.models.heads import dflash
 from specbatch.models.heads.dflash import DFlash, DFlashConfig
-from specbatch.models.layers.blocks import Attention, Layer, Reader, SwiGlu, Tables
+from specbatch.models.layers.blocks import Attention, Layer, SwiGlu
+from specbatch.models.weight_reader import Reader, Tables
 
 ARCHITECTURE = "DFlash2DraftModel"
 _SELECTOR = "candidate_selector"
@@ -74,8 +76,8 @@ class DFlash2Config(DFlashConfig):
     def choices(self) -> int:
         return self.candidates
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes = super().weight_shapes()
+    def head_shapes(self) -> Shapes:
+        shapes = super().head_shapes()
         shapes |= dict.fromkeys(_CODEBOOKS, (self.vocab_size, self.selector_rank))
         shapes[f"{_SELECTOR}.hidden_projection.weight"] = (self.selector_rank, self.hidden_size)
         return shapes

@@ -18,17 +18,17 @@ import torch
 from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
 from specbatch.errors import refuse
 from specbatch.files.config_values import names_of
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.gemm.quantized.fp8_linear import linear
-from specbatch.kernels.gemm.quantized.weight import Weight, split_input_columns
+from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig, without_windows
 from specbatch.models.decoder import Decoder, Features, rope_tables
 from specbatch.models.families.llama import decoder_layer, dense
-from specbatch.models.layers.blocks import Attention, Layer, Reader
-from specbatch.models.layers.partition import scores
+from specbatch.models.layers.blocks import Attention, Layer
+from specbatch.models.partition import scores
 from specbatch.models.shape_recorder import ShapeRecorder
+from specbatch.models.weight_reader import Reader
 
 Shapes = dict[str, tuple[int, ...]]
 Attend = Callable[[int, torch.Tensor, QKVLayout], torch.Tensor]  # layer, its qkv, its heads -> attention output
@@ -41,8 +41,8 @@ class Joined:
     which avoids the concatenation and fuses the norm of each half. H is a multiple of 128 if the weight has scales."""
 
     def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        first, second = split_input_columns(weight)
-        self._first, self._second = linear(first, bias), linear(second)
+        first, second = weight.split_inputs()
+        self._first, self._second = first.linear(bias), second.linear()
 
     def __call__(self, a: torch.Tensor, b: torch.Tensor, a_norm: Norm | None, b_norm: Norm | None) -> torch.Tensor:
         return self._second(b, norm=b_norm, residual=self._first(a, norm=a_norm))

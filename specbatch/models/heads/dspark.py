@@ -20,10 +20,11 @@ from specbatch.kernels.gemm.linear import Linear
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.models.formats.format import Shapes
 from specbatch.models.heads import dflash
 from specbatch.models.heads.dflash import DFlash, DFlashConfig
-from specbatch.models.layers.blocks import Reader
-from specbatch.models.layers.partition import joined_scores, own_logits, rows_per_rank
+from specbatch.models.partition import joined_scores, own_logits, rows_per_rank
+from specbatch.models.weight_reader import Reader
 
 _MARKOV, _CONFIDENCE = "markov_head", "confidence_head.proj"
 # Kinds of Markov heads: the layer that they have besides their two matrices, and its inputs and outputs in multiples of
@@ -65,8 +66,8 @@ class DSparkConfig(DFlashConfig):
             "confidence_bias": flag_of(own, "confidence_head_bias", True),
         }
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        shapes, rank, kind = super().weight_shapes(), self.markov_rank, _KINDS[self.markov_head]
+    def head_shapes(self) -> Shapes:
+        shapes, rank, kind = super().head_shapes(), self.markov_rank, _KINDS[self.markov_head]
         shapes[f"{_MARKOV}.markov_w1.weight"] = (self.vocab_size, rank)
         shapes[f"{_MARKOV}.markov_w2.weight"] = (rows_per_rank(self.drafted_tokens, self.ranks), rank)
         if kind is not None:

@@ -16,7 +16,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.families.llama import qkv_rows
 from specbatch.models.heads.draft_head import LAYER, Joined, LlamaHead, Shapes, recorded_shapes
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 
 
 class Eagle(LlamaHead):

@@ -31,7 +31,7 @@ from specbatch.models.heads.draft_head import (
     recorded_shapes,
 )
 from specbatch.models.heads.feature_layers import FeatureLayers
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 
 # Switches of eagle_config that are true for all heads that follow these equations.
 _USUAL = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "next_layer_regular")

@@ -19,8 +19,8 @@ from specbatch.models.families.deepseek import DeepseekConfig
 from specbatch.models.families.glm4_moe import Glm4MoeConfig
 from specbatch.models.heads.draft_head import recorded_shapes
 from specbatch.models.heads.mtp import MtpHead, MtpLayer, joined
-from specbatch.models.layers.blocks import Reader
 from specbatch.models.layers.moe import Shapes
+from specbatch.models.weight_reader import Reader
 
 _REPEATED = ("embed_tokens.weight", "shared_head.head.weight")
 
@@ -31,7 +31,7 @@ class _NumberedLayer(ModelConfig):
 
     place: int
 
-    def weight_shapes(self) -> Shapes:
+    def head_shapes(self) -> Shapes:
         return recorded_shapes(self, lambda read, target: Mtp(read, target, 1))
 
 

@@ -22,8 +22,9 @@ from specbatch.models.decoder import Decoder, rope_tables
 from specbatch.models.families import qwen3_next
 from specbatch.models.families.qwen3_next import Qwen3NextConfig, centred
 from specbatch.models.heads.draft_head import DraftHead, Joined, recorded_shapes
-from specbatch.models.layers.blocks import Attention, Layer, Reader
+from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.layers.moe import Shapes
+from specbatch.models.weight_reader import Reader
 
 PREFIX = "mtp."
 FC = f"{PREFIX}fc.weight"
@@ -33,7 +34,7 @@ FC = f"{PREFIX}fc.weight"
 class MtpConfig(Qwen3NextConfig):
     """The head as a model without embedding and output matrix."""
 
-    def weight_shapes(self) -> Shapes:
+    def head_shapes(self) -> Shapes:
         return recorded_shapes(self, lambda read, target: Mtp(read, target, 1))
 
 
@@ -88,7 +89,7 @@ def joined(reader: Reader, name: str) -> Joined:
     """The matrix `name` of token and feature."""
     config = reader.config
     weight = reader.weight({name: config.hidden_size}, 2 * config.hidden_size)
-    if config.may_dequantize(name, weight.values.shape):  # a block of scales spans both halves
+    if config.may_dequantize(name, weight.shape):  # a block of scales spans both halves
         weight = Weight(reader.dequantize(name, weight))
     return Joined(weight)
 

@@ -14,8 +14,8 @@ import torch
 from specbatch.files.config_values import count_of, flag_of, positive_of, spelled
 from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing
-from specbatch.models.layers.blocks import Reader
 from specbatch.models.layers.moe import MOST_EXPERTS, SWIGLU_NAMES, Mixture, read_routed, swiglu_rows, with_shared
+from specbatch.models.weight_reader import Reader
 
 _MOST_SHARED = 1 << 10
 

@@ -9,13 +9,14 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, places_of, spelled
+from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.gemm.quantized.int4 import pack_int4, unpack_int4
-from specbatch.kernels.gemm.quantized.weight import SCALE_BLOCK, Weight, concat_experts
-from specbatch.kernels.moe.experts import Activation, Experts, shared_slices, token_bytes
+from specbatch.kernels.gemm.quantized.weight import Weight, concat_experts
+from specbatch.kernels.moe.expert_weights import Activation
+from specbatch.kernels.moe.experts import Experts, slices_of_down, slices_of_up, token_bytes
 from specbatch.kernels.moe.routing import Routing
 from specbatch.models.config import shared_out
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 
 MOST_EXPERTS = 1 << 16  # of a layer
 SWIGLU_NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -97,55 +98,34 @@ def with_shared(
     """Append the shared expert to the routed ones, as slices of their width (see `shared_slices`). Returns up and down
     of all experts of the mixture `stem`, and the number of these slices."""
     inner, width = routed[1].shape[2], shared[1].shape[1]
-    (more_up, more_down), scaled = shared, [weight.scales is not None for weight in (*routed, *shared)]
-    is_int4 = {weight.is_int4 for weight in (*routed, *shared)}
-    step = 1 if is_int4 == {True} else more_up.scale_rows
-    if is_int4 == {True} and (groups := _groups(more_down, inner)):
-        sliced = _int4_slices(more_up, more_down, inner, groups, activation)
-    elif all(scaled) and not any(is_int4) and width % step == 0 == inner % step:
-        assert more_up.scales is not None
-        assert more_down.scales is not None
-        up, down = more_up.values.view(torch.uint8), more_down.values.view(torch.uint8)
-        values = shared_slices(up, down, inner, activation)
-        if more_up.is_per_channel:  # each slice has some of the inputs of down, and all of its outputs
-            of_up, _ = shared_slices(more_up.scales, more_up.scales[:width].t(), inner, activation)
-            scales = of_up, more_down.scales.expand(len(of_up), -1, -1)
-        else:
-            scales = shared_slices(more_up.scales, more_down.scales, inner // SCALE_BLOCK, activation)
-        sliced = [Weight(one.view(torch.float8_e4m3fn), its) for one, its in zip(values, scales, strict=True)]
-    elif any(scaled[:2]):  # they are most of a model, so they are not dequantized to twice the size
+    weights = (*routed, *shared)
+    sliced = _slices(*shared, inner, activation) if len({type(weight) for weight in weights}) == 1 else None
+    if sliced is None and any(weight.is_quantized for weight in routed):
+        # They are most of a model, so they are not dequantized to twice the size.
         if read.to_fp8:
             works = f"{stem} has experts of widths {inner} and {width}, which must be multiples of {SCALE_BLOCK}"
             raise refuse("draft_quantization", "fp8", f"{works}; leave it out")
-        kind = "INT4" if routed[0].is_int4 else "FP8"
+        assert read.config.quantization is not None
+        kind = read.config.quantization.name
         works = f"{stem} is {kind}: its shared expert must be {kind}, too, and both widths whole numbers of groups"
         raise refuse("shared expert", f"widths {inner} and {width}", works)
-    else:
-        name = f"{stem}.shared_expert"
-        wide = shared_slices(read.dequantize(name, more_up), read.dequantize(name, more_down), inner, activation)
-        sliced = [Weight(one) for one in wide]
+    if sliced is None:
+        wide = [Weight(read.dequantize(f"{stem}.shared_expert", weight)) for weight in shared]
+        sliced = _slices(wide[0], wide[1], inner, activation)
+    assert sliced is not None
     ups, downs = (concat_experts(*pair) for pair in zip(routed, sliced, strict=True))
     return ups, downs, len(sliced[0].values)
 
 
-def _groups(down: Weight, inner: int) -> int:
-    """Groups of INT4 inputs in a slice of width `inner`; 0 if it would cut one."""
-    assert down.scales is not None
-    size = down.shape[1] // down.scales.shape[1]
-    return 0 if inner % size else inner // size
-
-
-def _int4_slices(up: Weight, down: Weight, inner: int, groups: int, activation: Activation) -> list[Weight]:
-    """Up and down of an INT4 shared expert as stacks of slices (`shared_slices`), each with its groups."""
-    values = shared_slices(unpack_int4(up.values), unpack_int4(down.values), inner, activation)
-    found = []
-    for of_up, of_down in ((up.scales, down.scales), (up.zeros, down.zeros)):
-        assert of_up is not None
-        assert of_down is not None
-        rows, _ = shared_slices(of_up, of_up[: down.shape[1]].t(), inner, activation)
-        _, columns = shared_slices(of_down.t().repeat(2, 1), of_down, groups, activation)
-        found.append((rows.contiguous(), columns.contiguous()))
-    return [Weight(pack_int4(value), *parts) for value, *parts in zip(values, *found, strict=True)]
+def _slices(up: Weight, down: Weight, inner: int, activation: Activation) -> tuple[Weight, Weight] | None:
+    """Up and down of a shared expert as stacks of `shared_slices`; None if these would cut blocks of scales."""
+    rows, columns = up.block[0], down.block[1] or 1
+    if down.shape[1] % rows or inner % rows or inner % columns:
+        return None
+    return (
+        up.map_outputs(lambda part, step: slices_of_up(part, inner // step, activation)),
+        down.map_inputs(lambda part, step: slices_of_down(part, inner // step)),
+    )
 
 
 def mixture_of(config: dict[str, Any], *, normalise: bool) -> Mixture:

@@ -13,9 +13,9 @@ import torch
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import positive_of, table_of
-from specbatch.kernels.gemm.quantized.fp8_linear import linear
 from specbatch.kernels.gemm.quantized.weight import Weight
-from specbatch.models.layers.blocks import Attention, Reader, Tables
+from specbatch.models.layers.blocks import Attention
+from specbatch.models.weight_reader import Reader, Tables
 
 FACTOR = "partial_rotary_factor"
 
@@ -68,7 +68,7 @@ def attention(
         starts = torch.arange(0, rotated * dim, dim, device=weight.device)
         values = torch.arange(rotated * dim, len(weight), device=weight.device)
         rows = torch.cat([(starts[:, None] + order).flatten(), values])
-        qkv = linear(read.in_fp8(Weight(weight[rows]), *names), torch.cat(biases)[rows] if biases else None)
+        qkv = read.in_fp8(Weight(weight[rows]), *names).linear(torch.cat(biases)[rows] if biases else None)
         if heads.q_norm is not None and heads.k_norm is not None:
             heads = replace(heads, q_norm=heads.q_norm[order].contiguous(), k_norm=heads.k_norm[order].contiguous())
     out = read.linear({f"{stem}.o_proj": hidden}, config.num_heads * dim, config.o_bias)

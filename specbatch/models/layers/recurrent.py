@@ -12,9 +12,19 @@ import torch
 
 from specbatch.files.config_values import count_of
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending, delta_prefill, delta_verify
-from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory, ssd_prefill, ssd_verify
-from specbatch.kernels.recurrent.short_conv import MOST_TAPS, conv_prefill, conv_verify
+from specbatch.kernels.recurrent.gated_delta import delta_prefill, delta_verify
+from specbatch.kernels.recurrent.inputs import (
+    MOST_TAPS,
+    ConvInputs,
+    DeltaHeads,
+    DeltaInputs,
+    Pending,
+    SsdHeads,
+    SsdInputs,
+    SsdMemory,
+)
+from specbatch.kernels.recurrent.mamba2 import ssd_prefill, ssd_verify
+from specbatch.kernels.recurrent.short_conv import conv_prefill, conv_verify
 from specbatch.memory.recurrent_state import StateShape
 from specbatch.models.layers.blocks import Tensors
 
@@ -88,14 +98,14 @@ class GatedDelta(Recurrence):
         self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         qkv, z, b, a = self._split(projected)
-        qkv = conv_prefill(qkv, self.conv, None, state["window"], spans, activation=True)
-        return delta_prefill(qkv, z, b, a, self.heads, state["matrix"], spans, out)
+        qkv = conv_prefill(ConvInputs(qkv, self.conv, None, state["window"], activation=True), spans)
+        return delta_prefill(DeltaInputs(qkv, z, b, a, self.heads, state["matrix"]), spans, out)
 
     def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
         qkv, z, b, a = self._split(projected)
-        qkv = conv_verify(qkv, self.conv, None, state["window"], state["inputs"], replay, activation=True)
-        pending = Pending(state["k"], state["u"], state["g"])
-        return delta_verify(qkv, z, b, a, self.heads, state["matrix"], pending, replay)
+        convolved = ConvInputs(qkv, self.conv, None, state["window"], activation=True)
+        inputs = DeltaInputs(conv_verify(convolved, state["inputs"], replay), z, b, a, self.heads, state["matrix"])
+        return delta_verify(inputs, Pending(state["k"], state["u"], state["g"]), replay)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         heads = self.heads
@@ -116,13 +126,15 @@ class Mamba2(Recurrence):
         self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         z, xbc, dt = self._split(projected)
-        xbc = conv_prefill(xbc, self.conv, self.bias, state["window"], spans, activation=True)
-        return ssd_prefill(xbc, dt, z, self.heads, SsdMemory(state["matrix"], state["tokens"]), spans, out)
+        xbc = conv_prefill(ConvInputs(xbc, self.conv, self.bias, state["window"], activation=True), spans)
+        memory = SsdMemory(state["matrix"], state["tokens"])
+        return ssd_prefill(SsdInputs(xbc, dt, z, self.heads, memory), spans, out)
 
     def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
         z, xbc, dt = self._split(projected)
-        xbc = conv_verify(xbc, self.conv, self.bias, state["window"], state["inputs"], replay, activation=True)
-        return ssd_verify(xbc, dt, z, self.heads, SsdMemory(state["matrix"], state["tokens"]), replay)
+        inputs = ConvInputs(xbc, self.conv, self.bias, state["window"], activation=True)
+        xbc, memory = conv_verify(inputs, state["inputs"], replay), SsdMemory(state["matrix"], state["tokens"])
+        return ssd_verify(SsdInputs(xbc, dt, z, self.heads, memory), replay)
 
     def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sizes = [self.heads.count * self.heads.dim, len(self.conv), self.heads.count]
@@ -140,11 +152,11 @@ class ShortConv(Recurrence):
     def prompt(
         self, projected: torch.Tensor, state: Tensors, spans: RaggedBatch, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        before, after, x = projected.chunk(3, 1)
-        window, gates = state["window"], {"before": before, "after": after}
-        return conv_prefill(x, self.conv, self.bias, window, spans, activation=False, **gates, out=out)
+        return conv_prefill(self._inputs(projected, state), spans, out)
 
     def verify(self, projected: torch.Tensor, state: Tensors, replay: StateReplay) -> torch.Tensor:
+        return conv_verify(self._inputs(projected, state), state["inputs"], replay)
+
+    def _inputs(self, projected: torch.Tensor, state: Tensors) -> ConvInputs:
         before, after, x = projected.chunk(3, 1)
-        window, inputs, gates = state["window"], state["inputs"], {"before": before, "after": after}
-        return conv_verify(x, self.conv, self.bias, window, inputs, replay, activation=False, **gates)
+        return ConvInputs(x, self.conv, self.bias, state["window"], False, before, after)

@@ -16,7 +16,7 @@ from specbatch.drafters.dspark import DSparkDrafter
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.heads.dspark import DSpark, DSparkConfig
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 from specbatch.weights import open_checkpoint
 
 DSPARK: dict[str, Any] = BASE | {

@@ -19,6 +19,7 @@ from specbatch.drafters import eagle
 from specbatch.drafters.head_checks import parameters, usual_head
 from specbatch.engine.setup.prepare import prepare
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 from specbatch.weights import open_checkpoint
 from specbatch.weights.draft_heads import open_draft
 from specbatch.weights.dummy import SHAPES
@@ -278,7 +279,7 @@ def test_mtp_head_of_a_nested_text_config(tmp_path: Path) -> None:
     del text["architectures"]
     outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(outer))
-    tensors = heads.randomise(ModelConfig.from_dict(outer).tensor_shapes(), 1)
+    tensors = heads.randomise(tensor_shapes(ModelConfig.from_dict(outer)), 1)
     tensors["model.visual.blocks.0.weight"] = torch.zeros(2, 2)
     head = {f"mtp.{name}": tensor for name, tensor in heads.stored(heads.mtp("fused")).items()}
     save_file(tensors | head, tmp_path / "model.safetensors")
@@ -411,7 +412,7 @@ def test_number_of_drafts_that_a_head_was_published_with(
     folder, lines = write(heads.llama(draft_vocab_size=9) | stated, heads.eagle3()), []
     config = EngineConfig(model="target", speculation=Speculation("eagle3", draft=folder, **asked))
     found = heads.plan_of("eagle3")(heads.TargetStub(8), config, lines.append)
-    assert found.drafted == drafted
+    assert found.num_drafts == drafted
     if drafted is not None:
         assert found.uncached_tail == drafted + 1
     assert [line for line in lines if "speculative_tokens" in line] == [
@@ -445,7 +446,7 @@ def test_number_of_drafts_of_a_parallel_head(write: Any) -> None:
         config = EngineConfig(model="target", speculation=Speculation("peagle", draft=folder))
         lines: list[str] = []
         found = heads.plan_of("peagle")(heads.TargetStub(8), config, lines.append)
-        assert (found.drafted, found.scratch_slots) == (drafted, 2 * drafted)
+        assert (found.num_drafts, found.scratch_slots) == (drafted, 2 * drafted)
         note = "" if count == drafted else ", of which it can make 32"
         assert f"draft: the number of drafts is speculative_tokens={count} of its config{note}" in lines
 

@@ -23,7 +23,9 @@ from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.kernels.attention.qkv import split_qkv_rope
+from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 
 COUNT, SIZE = 37, 40
 FOLLOWS = [(5 * token + 3) % COUNT for token in range(COUNT)]
@@ -42,7 +44,7 @@ class Table:
     def __init__(self, tokenizer: Any) -> None:
         self.config = ModelConfig.from_dict(sizes(num_hidden_layers=4, max_position_embeddings=512))
         self._tokenizer = tokenizer
-        self.tensors = {name: torch.zeros(shape) for name, shape in self.config.tensor_shapes().items()}
+        self.tensors = {name: torch.zeros(shape) for name, shape in tensor_shapes(self.config).items()}
         for name, tensor in self.tensors.items():
             if tensor.dim() == 1:
                 tensor.fill_(1.0)
@@ -55,7 +57,7 @@ class Table:
         self.tensors |= mtp
 
     def names(self) -> list[str]:
-        return list(self.config.tensor_shapes())
+        return list(tensor_shapes(self.config))
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -208,7 +210,7 @@ def test_prefill_graphs_of_two_layers_write_the_same_keys(targets: Any, monkeypa
     for graphs in (Graphs(), Graphs(prefill="piecewise")):
         engine = targets.engine("llama", "eagle", "v1", graphs=graphs, prefill_chunk=7)
         engine.generate(targets.prompts("llama"), SamplingParams(max_new_tokens=2, ignore_eos=True))
-        cache = engine._worker.prefill_step.drafter._cache
+        cache = engine.parts.worker.prefill_step.drafter._cache
         written.append(torch.stack([cache.keys, cache.values])[:, :, 1:])  # the first page is for padding
     assert written[0].shape[1] == 2
     assert (written[0][:, 1] != 0).any()
@@ -239,8 +241,8 @@ def test_shared_pages_hold_the_heads_keys(table_engine: Callable[..., Engine], k
     limits = [SamplingParams(max_new_tokens=8 + place % 4, ignore_eos=True) for place in range(len(SHORT))]
     done = engine.generate(SHORT, limits)
     assert engine.record().metrics["accept_length"] > 2.5
-    drafter: Any = engine._worker.prefill_step.drafter
-    head, cache, model, cached = drafter._head, drafter._cache, engine._model, engine._scheduler._cache
+    drafter: Any = engine.parts.worker.prefill_step.drafter
+    head, cache, model, cached = drafter._head, drafter._cache, engine.parts.model, engine.parts.scheduler.cache
     assert cached is not None
     for item in done:
         text = torch.tensor([*item.prompt_token_ids, *item.token_ids])
@@ -249,6 +251,6 @@ def test_shared_pages_hold_the_heads_keys(table_engine: Callable[..., Engine], k
         positions = torch.arange(len(text))
         _, qkv = head.enter(head.embed(text[1:]), head.project(head.take(features_of(model, text)))[:-1])
         keys, values = (torch.zeros(1, len(text), *part.shape[2:]) for part in (cache.k[0], cache.v[0]))
-        split_qkv_rope(qkv, head.heads, positions[:-1], positions[:-1], keys, values)
+        split_qkv_rope(AttentionInputs(qkv, head.heads, positions[:-1], keys, values), positions[:-1])
         for ours, theirs in ((cache.k[0], keys), (cache.v[0], values)):
             torch.testing.assert_close(ours[pages, 0], theirs[0, : len(pages)], rtol=1e-4, atol=1e-5)

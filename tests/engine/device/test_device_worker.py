@@ -80,31 +80,31 @@ def test_replayed_calls_give_the_same_tensors(
         random_draft_lengths(monkeypatch)
     first, second = (targets.engine(target, drafter, schedule, prefill_chunk=16, page_size=2) for _ in range(2))
     with monkeypatch.context() as patch:
-        calls = record(first._worker, patch)
+        calls = record(first.parts.worker, patch)
         run(first, targets.prompts(target))
     seen = set()
     with torch.inference_mode():
         for data, results in calls:
             name, arguments = pickle.loads(data)
             seen.add(name)
-            replayed = tensors_of(getattr(second._worker, name)(*arguments))
+            replayed = tensors_of(getattr(second.parts.worker, name)(*arguments))
             assert len(replayed) == len(results)
             for ours, theirs in zip(replayed, results, strict=True):
                 assert torch.equal(ours, theirs), name
     assert {"admit", "prefill", "decode"} | expected <= seen
-    for ours, theirs in zip(state_of(second._worker), state_of(first._worker), strict=True):
+    for ours, theirs in zip(state_of(second.parts.worker), state_of(first.parts.worker), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_a_replay_with_another_seed_differs(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (targets.engine("llama", "ngram", "v1") for _ in range(2))
     with monkeypatch.context() as patch:
-        calls = record(first._worker, patch)
+        calls = record(first.parts.worker, patch)
         first.generate(targets.prompts("llama"), SamplingParams(temperature=1.5, max_new_tokens=9, ignore_eos=True))
     with torch.inference_mode():
         for data, _ in calls:
             name, arguments = pickle.loads(data)
             if name == "admit":
                 arguments = ([replace(item, seed=item.seed + 1) for item in arguments[0]],)
-            getattr(second._worker, name)(*arguments)
-    assert not torch.equal(first._worker.batch.tokens, second._worker.batch.tokens)
+            getattr(second.parts.worker, name)(*arguments)
+    assert not torch.equal(first.parts.worker.batch.tokens, second.parts.worker.batch.tokens)

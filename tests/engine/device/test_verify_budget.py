@@ -24,7 +24,6 @@ from specbatch.drafters.ngram import NGram
 from specbatch.engine.device.acceptance import accept_ref
 from specbatch.engine.device.step import DecodeStep, Verified
 from specbatch.engine.device.verify_budget import VerifyBudget
-from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL
 from specbatch.kernels.sampling.verify_budget import MOST, verified_drafts
 from specbatch.models.decoder import Decoder
@@ -185,7 +184,7 @@ def test_target_computes_the_rows_of_the_budget(
     rows: list[int] = []
     verify = DecodeStep.verify
 
-    def counted(self: DecodeStep, step: StepInput, proposal: Proposal, packed: PackedRows | None = None) -> Verified:
+    def counted(self: DecodeStep, step: StepInput, proposal: Proposal) -> Verified:
         with pytest.MonkeyPatch.context() as patch:
             enter = Decoder.enter
 
@@ -194,7 +193,7 @@ def test_target_computes_the_rows_of_the_budget(
                 return enter(model, tokens, *rest, **more)
 
             patch.setattr(Decoder, "enter", entered)
-            return verify(self, step, proposal, packed)
+            return verify(self, step, proposal)
 
     monkeypatch.setattr(DecodeStep, "verify", counted)
     prompts, params = [list(prompt) for prompt in toy.prompts()[4:7]], SamplingParams(max_new_tokens=9, ignore_eos=True)
@@ -221,7 +220,7 @@ def _step(slots: list[int], sampled: bool = True) -> Any:
 
 
 def _chosen(budget: VerifyBudget, step: StepInput, proposal: Proposal) -> list[int]:
-    return budget.spend(step, proposal).proposal.drafted.tolist()
+    return budget.spend(step, proposal).drafted.tolist()
 
 
 def test_rows_go_to_the_request_whose_drafts_were_accepted() -> None:
@@ -229,8 +228,8 @@ def test_rows_go_to_the_request_whose_drafts_were_accepted() -> None:
     step, drafts = _step([1, 2, 0]), Proposal(torch.ones(3, 4, dtype=torch.int64), torch.tensor([4, 4, 4]))
     assert _chosen(budget, step, drafts) == [2, 1, 0]  # the padding request comes last
     for _ in range(4):
-        spending = budget.spend(step, drafts)
-        budget.learn(step, spending, torch.tensor([0, int(spending.proposal.drafted[1]), 0]))
+        spent = budget.spend(step, drafts)
+        budget.learn(step, spent, torch.tensor([0, int(spent.drafted[1]), 0]))
     assert _chosen(budget, step, drafts) == [0, 3, 0]
     budget.admit([1, 2])
     assert len(set(_chosen(budget, step, drafts)[:2])) == 2

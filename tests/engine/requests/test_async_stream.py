@@ -85,7 +85,7 @@ def test_leaving_a_stream_frees_the_engine(toy: Any, toy_engine: Callable[..., E
         assert [item.text for item in engine.generate(prompts_of(toy), LONG)] == expected
 
     asyncio.run(run())
-    pool = engine._scheduler._pool
+    pool = engine.parts.scheduler.pool
     engine.forget_prefixes()
     assert pool.free == pool.total
 

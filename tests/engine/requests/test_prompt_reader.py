@@ -10,7 +10,7 @@ from specbatch import SamplingParams, SpecbatchError
 from specbatch.engine.requests import prompt_reader
 from specbatch.engine.requests.prompt_reader import PromptReader, check_size
 from specbatch.text.tokenizer import ByteTokenizer
-from specbatch.weights.checkpoint import open_checkpoint
+from specbatch.weights.opening import open_checkpoint
 
 
 def caps(pages: int = 50, slots: int = 1) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from itertools import accumulate
 import pytest
 from crossed import crossed, first_quick
 
-from specbatch.config.draft_shape import lengths_of
+from specbatch.config.draft_shape import auto_draft_lengths
 from specbatch.engine.schedule.draft_length import DraftLength, rising
 from specbatch.records.markdown import draft_length_lines
 
@@ -23,7 +23,7 @@ Times = Callable[[int], float]
     ("most", "lengths"), [(1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1, 2, 3)), (7, (0, 1, 2, 4, 7)), (8, (0, 1, 2, 4, 8))]
 )
 def test_lengths_are_zero_powers_of_two_and_the_most(most: int, lengths: tuple[int, ...]) -> None:
-    assert lengths_of(most) == lengths
+    assert auto_draft_lengths(most) == lengths
 
 
 class World:
@@ -33,8 +33,8 @@ class World:
     def __init__(self, rows: int, most: int, times: Times, seed: int = 0) -> None:
         self.rows, self.most, self.times = rows, most, times
         self.random = random.Random(seed)
-        self.chooser = DraftLength(lengths_of(most), [rows])
-        self.chooser.times = {rows: {n: times(n) for n in lengths_of(most)}}
+        self.chooser = DraftLength(auto_draft_lengths(most), [rows])
+        self.chooser.times = {rows: {n: times(n) for n in auto_draft_lengths(most)}}
         self.tokens, self.seconds = 0, 0.0
         self.steps: Counter[int] = Counter()
         self.probes = 0
@@ -78,7 +78,7 @@ def test_no_slower_than_off_or_the_most(most: int, rows: int, times: Times, p: f
     world, chances = World(rows, most, times), [p] * most
     found = world.run(2000 if rows > 1 else 8000, chances)
     assert found > 0.98 * max(world.fixed(length, chances) for length in (0, most))
-    best = max(lengths_of(most), key=lambda length: world.fixed(length, chances))
+    best = max(auto_draft_lengths(most), key=lambda length: world.fixed(length, chances))
     assert found > 0.97 * world.fixed(best, chances)
 
 
@@ -101,7 +101,7 @@ def test_another_clock_rate_than_at_start_does_not_matter(p: float, clock: float
 def test_the_initial_guess_of_acceptance_costs_little(rows: int, times: Times, p: float) -> None:
     """4% of the first 400 steps; a guess of 0.3 would cost half of some."""
     worlds = [World(rows, 15, times, seed) for seed in range(4)]
-    best = max(worlds[0].fixed(length, [p] * 15) for length in lengths_of(15))
+    best = max(worlds[0].fixed(length, [p] * 15) for length in auto_draft_lengths(15))
     assert sum(world.run(400, [p] * 15) for world in worlds) / len(worlds) > 0.96 * best
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from stand_ins import timed_by
 
 import specbatch
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.core.async_copy import AsyncCopy, StepTimer
+from specbatch.core.async_copy import AsyncCopy
 
 SCHEDULING = {
     "slot",
@@ -27,30 +27,13 @@ SCHEDULING = {
 }
 
 
-class FakeTimer(StepTimer):
-    """A decode step takes one second and follows the previous one after half a second."""
-
-    def __init__(self) -> None:
-        self._previous: Any = None
-
-    @classmethod
-    def begin(cls, device: torch.device) -> StepTimer:
-        return cls()
-
-    def end(self, previous: StepTimer | None) -> None:
-        self._previous = previous
-
-    def seconds(self) -> tuple[float, float | None]:
-        return 1.0, 0.5 if self.follows else None
-
-
 @pytest.mark.parametrize("ready", [True, False])
 @pytest.mark.parametrize("schedule", ["v1", "v2"])
 def test_waits_and_leads_are_counted(
     toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, schedule: str, ready: bool
 ) -> None:
     """ready: the device is done whenever the host asks, so that all overlapped launches are late."""
-    monkeypatch.setattr("specbatch.engine.schedule.runner.StepTimer", FakeTimer)
+    timed_by(monkeypatch)
     monkeypatch.setattr(AsyncCopy, "ready", lambda self: ready)
     engine = toy_engine(speculation=Speculation(schedule=schedule))
     engine.generate([list(toy.prompts()[3])], SamplingParams(max_new_tokens=9, ignore_eos=True))

@@ -152,7 +152,7 @@ class Machine(RuleBasedStateMachine):
         alive = [request for request in self.requests if not request.finished]
         request = alive[pick % len(alive)]
         request.finish_reason = "abort"
-        self.scheduler.release(request)
+        self.scheduler.finish(request)
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(1, 8), ending=st.sampled_from([0.0, 0.03, 0.5]))
     def steps(self, seed: int, count: int, ending: float) -> None:
@@ -258,7 +258,7 @@ class Machine(RuleBasedStateMachine):
                 assert request.tokens == self.truth[request.index][: len(request.tokens)]
                 assert request.committed == len(request.tokens) - 1
             if request.finished:
-                self.scheduler.release(request)
+                self.scheduler.finish(request)
 
     # -- invariants -----------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Machine(RuleBasedStateMachine):
             for page in held:
                 holders[page] += 1
                 owners.setdefault(page, []).append(request)
-        assert {page: self.pool.holders(page) for page in holders} == holders
+        assert {page: self.pool.refcount(page) for page in holders} == holders
         assert self.pool.free + sum(count > 0 for count in holders.values()) == self.pool.total
         for page, sharing in owners.items():
             if len(sharing) > 1:
@@ -293,7 +293,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         used = [request.slot for request in self.requests if request.slot is not None]
-        assert sorted([*used, *self.scheduler._slots]) == list(range(1, self.slots + 1))
+        assert sorted([*used, *self.scheduler.free_slots]) == list(range(1, self.slots + 1))
         alive = [request for request in self.requests if not request.finished]
         assert self.scheduler.unfinished == len(alive)
         for request in self.requests:
@@ -404,7 +404,7 @@ def test_a_request_that_waits_for_pages_takes_none_from_the_cache() -> None:
     done = add(scheduler, 0, 9)
     spans(scheduler)
     done.finish_reason = "abort"
-    scheduler.release(done)
+    scheduler.finish(done)
     assert (pool.free, pool.idle) == (6, 2)
     add(scheduler, 1, 20, token=2)
     assert [span[0] for span in spans(scheduler)] == [1]
@@ -425,7 +425,7 @@ def test_a_request_longer_than_its_window_holds_few_pages() -> None:
         assert pool.total - pool.free <= 4
         book(request)
     assert (len(request.pages), request.freed) == (30, 27)
-    scheduler.release(request)
+    scheduler.finish(request)
     assert pool.free == pool.total
 
 
@@ -452,7 +452,7 @@ def test_the_request_with_the_fewest_tokens_is_retracted_and_readmitted_first() 
     assert (young.slot, young.pages, young.epoch, young.metrics.retractions) == (None, [], 1, 1)
     assert scheduler.is_void(young, 0)
     old.finish_reason = "abort"
-    scheduler.release(old)
+    scheduler.finish(old)
     assert spans(scheduler) == [(1, 0, len(young.tokens), True)]
     assert waiting.slot is None
     assert pool.free == 7 - len(young.pages)
@@ -487,7 +487,7 @@ def test_thousands_of_waiting_requests_can_be_aborted() -> None:
     spans(scheduler)
     for request in requests:
         request.finish_reason = "abort"
-        scheduler.release(request)
+        scheduler.finish(request)
     assert (scheduler.unfinished, pool.free) == (0, 50)
 
 
@@ -496,7 +496,7 @@ def test_uncomputed_pages_are_not_shared() -> None:
     dropped = add(scheduler, 0, 20)
     assert spans(scheduler) == [(0, 0, 6, False)]
     dropped.finish_reason = "abort"
-    scheduler.release(dropped)
+    scheduler.finish(dropped)
     add(scheduler, 1, 20)
     assert spans(scheduler) == [(1, 4, 10, False)]
 
@@ -507,7 +507,7 @@ def crowded(tokens: list[int]) -> tuple[Scheduler, list[Request]]:
     requests = [add(scheduler, index, 6, 2) for index in range(len(tokens))]
     for request, generated in zip(requests, tokens, strict=True):
         request.params = SamplingParams(max_new_tokens=30)
-        request.pages, request.slot = pool.take(2), scheduler._slots.pop()
+        request.pages, request.slot = pool.allocate(2), scheduler.free_slots.pop()
         request.tokens += [1] * generated
         request.committed = 8
         scheduler._waiting.remove(request)
@@ -531,7 +531,7 @@ def test_a_retracted_request_leaves_the_plan() -> None:
 
 def test_pages_of_an_ended_request_do_not_reach_the_next_owner_of_its_slot() -> None:
     scheduler, (first, second) = crowded([3, 3])
-    scheduler._pool.release(second.pages.pop())  # room for one more page, not for two
+    scheduler.pool.decref(second.pages.pop())  # room for one more page, not for two
     second.committed = 12
     with pytest.raises(OutOfPagesError):
         scheduler.plan_decode(may_retract=False)
@@ -539,7 +539,7 @@ def test_pages_of_an_ended_request_do_not_reach_the_next_owner_of_its_slot() -> 
     slot = first.slot
     for request in (first, second):
         request.finish_reason = "stop"
-        scheduler.release(request)
+        scheduler.finish(request)
     assert scheduler.plan_decode(may_retract=True) is None
     heir = add(scheduler, 2, 2, 2)
     add(scheduler, 3, 2, 2)
@@ -572,7 +572,7 @@ def submit(scheduler: Scheduler, tokens: list[int], index: int) -> Request:
 
 def end(scheduler: Scheduler, request: Request) -> None:
     request.finish_reason = "abort"
-    scheduler.release(request)
+    scheduler.finish(request)
 
 
 COMMON = list(range(10, 21))  # 11 tokens, 2 pages and a part

@@ -12,6 +12,7 @@ import torch
 from crossed import crossed, first_quick
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from released import check_released
 from stand_ins import late_results
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -44,19 +45,6 @@ def schedule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "v2-late":
         late_results(monkeypatch)
     return str(request.param)[:2]
-
-
-def check_released(engine: Engine) -> None:
-    """Checks that every page is free or held by the cache alone, and every slot is free."""
-    scheduler = engine._scheduler
-    pool, cache = scheduler._pool, scheduler._cache
-    assert scheduler.unfinished == 0
-    assert sorted(scheduler._slots) == list(range(1, engine.config.max_running + 1))
-    cached = 0 if cache is None else len(cache)
-    assert pool.free + cached == pool.total
-    assert pool.idle == cached
-    scheduler.forget_prefixes()
-    assert pool.free == pool.total
 
 
 def mixed(toy: Any) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -245,7 +233,7 @@ def test_the_first_token_does_not_wait_for_the_next_step(
     engine = toy_engine(speculation=Speculation(schedule=schedule))
     stream = engine.stream([list(toy.prompts()[3])], SamplingParams(max_new_tokens=9, ignore_eos=True))
     assert next(stream).token_ids == [toy.greedy(toy.prompts()[3])[0]]
-    assert engine._runner.counters.iterations == 1
+    assert engine.iterations == 1
     stream.close()  # type: ignore[attr-defined]
     check_released(engine)
 

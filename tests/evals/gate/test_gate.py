@@ -305,7 +305,7 @@ def test_accuracy_and_bounds_share_alpha(put, policy):
     assert "p = 0.0312, 0.0625 for 2 tests (Holm), alpha 0.05." in test.text
 
 
-def test_gates_without_a_change_fail_as_often_as_alpha_says(tmp_path, policy, monkeypatch):
+def test_gates_without_a_change_fail_as_often_as_alpha_says():
     """300 gates of 6 points with 100 questions each, whose answers change by chance (without a correction 20% fail)."""
     draw, fails = np.random.default_rng(1), 0
 

@@ -7,9 +7,10 @@ import torch
 from crossed import crossed
 from dtypes import DTYPES
 
-from specbatch.kernels.attention.context_kv import ContextKVLayout, write_context_kv_ref, write_verified_kv_ref
+from specbatch.kernels.attention.context_kv import write_context_kv_ref, write_verified_kv_ref
 from specbatch.kernels.attention.context_kv_triton import write_context_kv, write_verified_kv
-from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.kernels.attention.queries import ContextKVLayout
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.elementwise.rope import rope_table
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -12,6 +12,7 @@ from crossed import crossed
 from dtypes import DTYPES
 
 from specbatch.kernels.attention.prefill.prefill_attention_triton import Tiling, prefill_attention
+from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -50,6 +51,11 @@ class Case:
         self.new = [torch.cat([x[-n:] for x, n in zip(xs, ends, strict=True)]) for xs in (self.keys, self.values)]
         self.new = [x.to(device, dtype) for x in self.new]
         self.q = torch.randn(self.layout.offsets[-1], self.count, self.dim).to(device, dtype)
+
+    def inputs(self, window: int = 0, sinks: torch.Tensor | None = None, *, own: bool = False) -> PrefillInputs:
+        """own: with the keys and values of the pass itself."""
+        new = self.new if own else (None, None)
+        return PrefillInputs(self.q, *new, self.k_cache, self.v_cache, self.layout, window, sinks=sinks)
 
     def expected(self, window: int = 0, sinks: torch.Tensor | None = None) -> torch.Tensor:
         parts = []
@@ -91,7 +97,7 @@ def test_prefill_attention_matches_reference(
 ) -> None:  # fmt: skip
     case = Case(device, dtype, spans, heads, page_size)
     tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None  # small tiles reach more edges in less time
-    case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile=tile), window)
+    case.check(prefill_attention(case.inputs(window), tile), window)
 
 
 @pytest.mark.parametrize("window", [0, 21])
@@ -104,8 +110,7 @@ def test_bulk_copies_match_reference(device: torch.device, source: str, window: 
     if source == "rows":
         case.k_cache.fill_(torch.nan)  # not read
     tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None
-    out = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, *case.new, tile)
-    case.check(out, window)
+    case.check(prefill_attention(case.inputs(window, own=True), tile), window)
 
 
 @pytest.mark.parametrize("source", ["rows", "pages", "slots"])
@@ -123,11 +128,10 @@ def test_slots_past_the_sequence_are_ignored(device: torch.device, source: str) 
         for row, end in zip(case.layout.rows, case.layout.ends, strict=True):
             last = int(case.layout.page_table[row, (end - 1) // page_size])
             cache[last, (end - 1) % page_size + 1 :] = torch.nan
-    new = (k_new, v_new) if source == "rows" else (None, None)
-    out = prefill_attention(case.q, k_cache, v_cache, case.layout, 0, *new, tile)
-    clean = prefill_attention(
-        case.q, case.k_cache, case.v_cache, case.layout, 0, *case.new[: 2 * (source == "rows")], tile=tile
-    )
+    inputs = case.inputs(own=source == "rows")
+    clean = prefill_attention(inputs, tile)
+    new = {"k_new": k_new, "v_new": v_new} if source == "rows" else {}
+    out = prefill_attention(inputs._replace(k_cache=k_cache, v_cache=v_cache, **new), tile)
     assert out[:20].isfinite().all()
     assert torch.equal(out[:20], clean[:20])
     assert source == "rows" or torch.equal(out, clean)
@@ -140,19 +144,16 @@ def test_sinks(device: torch.device, spans: list[tuple[int, int]], window: int) 
     """The last keys are split."""
     case = Case(device, torch.float32, spans, (6, 2, 24))
     sinks = 2 * torch.randn(6, device=device)
-    out = prefill_attention(
-        case.q, case.k_cache, case.v_cache, case.layout, window, tile=Tiling(16, 64, 4, 2), sinks=sinks
-    )
-    case.check(out, window, sinks)
+    case.check(prefill_attention(case.inputs(window, sinks), Tiling(16, 64, 4, 2)), window, sinks)
 
 
 @pytest.mark.parametrize("window", [0, 600])
 def test_short_chunk_after_long_prefix_uses_split_kv(device: torch.device, window: int) -> None:
     case = Case(device, torch.float32, [(1500, 1503), (1100, 1101)], (4, 2, 16))
     tile = Tiling(16, 64, 4, 2)
-    out = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile=tile)
+    out = prefill_attention(case.inputs(window), tile)
     case.check(out, window)
-    again = prefill_attention(case.q, case.k_cache, case.v_cache, case.layout, window, tile=tile)
+    again = prefill_attention(case.inputs(window), tile)
     assert torch.equal(out, again)
 
 
@@ -160,7 +161,7 @@ def test_strided_queries(device: torch.device) -> None:
     case = Case(device, torch.float16, [(0, 20)], (4, 2, 16))
     buffer = torch.full((20, 8, 16), torch.nan, dtype=torch.float16, device=device)
     buffer[:, :4] = case.q
-    case.check(prefill_attention(buffer[:, :4], case.k_cache, case.v_cache, case.layout, tile=Tiling(32, 16, 4, 2)))
+    case.check(prefill_attention(case.inputs()._replace(q=buffer[:, :4]), Tiling(32, 16, 4, 2)))
 
 
 def test_head_dim_256_and_long_prompts(device: torch.device) -> None:
@@ -169,7 +170,7 @@ def test_head_dim_256_and_long_prompts(device: torch.device) -> None:
     for dtype in DTYPES:
         for heads in [(32, 8, 128), (4, 2, 256), (8, 8, 64)]:
             case = Case(device, dtype, [(0, 700), (900, 1030), (2040, 2047)], heads)
-            case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout))
+            case.check(prefill_attention(case.inputs()))
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 128), (8, 1, 256)])
@@ -177,7 +178,7 @@ def test_fp8_kv_cache(device: torch.device, heads: tuple[int, int, int]) -> None
     if device.type != "cuda":
         pytest.skip("the interpreter has no FP8 matmul")
     case = Case(device, torch.bfloat16, [(0, 70), (300, 421)], heads, stored=torch.float8_e4m3fn)
-    case.check(prefill_attention(case.q, case.k_cache, case.v_cache, case.layout))
+    case.check(prefill_attention(case.inputs()))
 
 
 FRESH = [(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]
@@ -203,7 +204,7 @@ def test_ragged_batch_at_fixed_addresses_is_reusable(device: torch.device, passe
         q = torch.cat([case.q, case.q.new_full((48 - total, *case.q.shape[1:]), torch.nan)])
         out = torch.full_like(q, torch.nan)
         tile = Tiling(16, 16, 4, 1)
-        keys = {"k_new": new[0], "v_new": new[1]} if own else {}
-        prefill_attention(q, case.k_cache, case.v_cache, recorded, tile=tile, out=out, **keys)
+        keys = new if own else (None, None)
+        prefill_attention(PrefillInputs(q, *keys, case.k_cache, case.v_cache, recorded, out=out), tile)
         torch.testing.assert_close(out[:total].double().cpu(), case.expected(), atol=3e-6, rtol=0)
         assert out[total:].isnan().all()

@@ -10,22 +10,20 @@ from crossed import slow_but
 
 pytest.importorskip("triton")
 
-from specbatch.kernels.drafting import corpus_triton
 from specbatch.kernels.drafting.corpus import (
     CorpusIndex,
     corpus_drafts_ref,
     corpus_extend_ref,
     corpus_insert_ref,
 )
-from specbatch.kernels.drafting.corpus_triton import corpus_drafts, corpus_extend, corpus_insert
+from specbatch.kernels.drafting.corpus_triton import BLOCK, corpus_drafts, corpus_extend, corpus_insert
 
 
 @pytest.mark.parametrize("case", slow_but(range(4), range(20)))
-def test_kernels_match_their_references(case: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_match_their_references(case: int, device: torch.device) -> None:
     """Small vocabularies, tables and blocks: equal hashes within a block and across blocks, in a ring that is full and
     rows that are used again."""
-    if case % 3:
-        monkeypatch.setattr(corpus_triton, "_BLOCK", 16)
+    block = 16 if case % 3 else BLOCK
     draw = random.Random(case)
     shortest, size, letters, width = draw.randint(1, 4), draw.choice([33, 80, 200]), draw.randint(1, 4), 40
     generator = torch.Generator().manual_seed(case)
@@ -43,7 +41,7 @@ def test_kernels_match_their_references(case: int, device: torch.device, monkeyp
         written = randint(-1, letters, length)
         texts = torch.stack([written, torch.rand(length, generator=generator) < 0.8]).int()
         corpus_insert_ref(cpu, texts, start)
-        corpus_insert(own, texts.to(device), start)
+        corpus_insert(own, texts.to(device), start, block)
         start = (start + length) % size
         same(cpu, own)
         # Some of the rows, in any order, and padding.
@@ -52,7 +50,7 @@ def test_kernels_match_their_references(case: int, device: torch.device, monkeyp
         tokens[draw.randint(1, batch + 2)] = randint(0, letters, width)
         corpus_extend_ref(cpu, tokens, rows, lengths, accepted, count)
         packed = torch.stack([accepted, accepted], 1).to(device)[:, turn % 2]
-        corpus_extend(own, *(item.to(device) for item in (tokens, rows, lengths)), packed, count)
+        corpus_extend(own, *(item.to(device) for item in (tokens, rows, lengths)), packed, count, block)
         same(cpu, own)
         inputs = tokens, randint(0, width, batch + 3), rows, randint(50, 60, batch, count), randint(0, count + 1, batch)
         found = corpus_drafts(own, *(item.to(device) for item in inputs))

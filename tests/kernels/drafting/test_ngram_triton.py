@@ -10,14 +10,15 @@ from crossed import slow_but
 
 pytest.importorskip("triton")
 
-from specbatch.kernels.drafting import ngram_triton
 from specbatch.kernels.drafting.ngram import ngram_match_ref
-from specbatch.kernels.drafting.ngram_triton import ngram_match
+from specbatch.kernels.drafting.ngram_triton import BLOCK, ngram_match
 
 
-def check(tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, *sizes: int) -> torch.Tensor:
+def check(
+    tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, *sizes: int, block: int = BLOCK
+) -> torch.Tensor:
     expected = ngram_match_ref(tokens, rows, lengths, *sizes)
-    drafts, found = ngram_match(tokens, rows, lengths, *sizes)
+    drafts, found = ngram_match(tokens, rows, lengths, *sizes, block=block)
     assert drafts.dtype == torch.int64
     assert found.dtype == torch.bool
     assert torch.equal(found, expected[1])
@@ -26,10 +27,8 @@ def check(tokens: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, *size
 
 
 @pytest.mark.parametrize("case", slow_but(range(10), range(24)))
-def test_kernel_matches_reference(case: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_matches_reference(case: int, device: torch.device) -> None:
     """Small vocabularies and blocks: long runs, many ties, matches across blocks."""
-    if case % 3:
-        monkeypatch.setattr(ngram_triton, "_BLOCK", 16)
     draw = random.Random(case)
     width, batch, letters = draw.choice([5, 33, 100]), draw.randint(1, 6), draw.randint(1, 4)
     generator = torch.Generator().manual_seed(case)
@@ -37,14 +36,15 @@ def test_kernel_matches_reference(case: int, device: torch.device, monkeypatch: 
     rows = torch.randint(0, batch + 3, (batch,), generator=generator).to(device)
     lengths = torch.randint(0, width, (batch,), generator=generator).to(device)
     shortest = draw.randint(1, 4)
-    check(tokens, rows, lengths, draw.randint(shortest, 16), shortest, draw.randint(1, 9), draw.choice([1, 2, 4]))
+    sizes = draw.randint(shortest, 16), shortest, draw.randint(1, 9), draw.choice([1, 2, 4])
+    check(tokens, rows, lengths, *sizes, block=16 if case % 3 else BLOCK)
 
 
 @pytest.mark.parametrize("last", [0, 1, 2, 15, 16, 17, 31, 32])
-def test_row_and_block_boundaries(last: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram_triton, "_BLOCK", 16)
+def test_row_and_block_boundaries(last: int, device: torch.device) -> None:
     tokens = torch.arange(33, device=device)[None] % 16
-    check(tokens, torch.zeros(1, dtype=torch.int64, device=device), torch.tensor([last], device=device), 4, 1, 5, 3)
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+    check(tokens, row, torch.tensor([last], device=device), 4, 1, 5, 3, block=16)
 
 
 def test_long_rows(device: torch.device) -> None:

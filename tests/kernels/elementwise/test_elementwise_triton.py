@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from dtypes import DTYPES
 
 from specbatch.kernels.attention.paged_attention import write_kv_ref
-from specbatch.kernels.attention.qkv import QKVLayout, split_qkv_rope_ref
+from specbatch.kernels.attention.qkv import split_qkv_rope_ref
 from specbatch.kernels.attention.qkv_triton import split_qkv_rope
+from specbatch.kernels.attention.queries import AttentionInputs, QKVLayout
 from specbatch.kernels.elementwise.elementwise_triton import (
     gelu_and_mul,
     mul_sigmoid,
@@ -91,7 +92,7 @@ def test_split_qkv_rope(
     q, k, v = split_qkv_rope_ref(qkv, heads, positions)
     write_kv_ref(k.contiguous(), v.contiguous(), caches[2], caches[3], slots)
     q_new, k_new = (torch.full((rows, n, dim), torch.nan, dtype=dtype, device=device) for n in (count, kv))
-    split_qkv_rope(qkv, heads, positions, slots, caches[0], caches[1], (q_new, k_new))
+    split_qkv_rope(AttentionInputs(qkv, heads, positions, *caches[:2]), slots, (q_new, k_new))
     close(q_new, q)
     close(k_new, k)
     written = caches[2].flatten(0, 1)[slots]
@@ -100,7 +101,8 @@ def test_split_qkv_rope(
     for ours, theirs in zip(caches[:2], caches[2:], strict=True):  # nothing but the slots is written
         assert torch.equal(ours.isnan(), theirs.isnan())
     queries, unused = qkv[:, : count * dim].contiguous(), [torch.full_like(cache, torch.nan) for cache in caches[:2]]
-    q_alone, *none = split_qkv_rope(queries, replace(heads, shared=True), positions, slots, *unused)
+    inputs = AttentionInputs(queries, replace(heads, shared=True), positions, *unused)
+    q_alone, *none = split_qkv_rope(inputs, slots)
     assert torch.equal(q_alone, q_new)
     assert [tuple(part.shape) for part in none] == [(rows, 0, dim)] * 2
     assert all(cache.isnan().all() for cache in unused)
@@ -116,7 +118,7 @@ def test_split_qkv_rope_with_fp8_cache(device: torch.device) -> None:
     slots = torch.randperm(16, device=device)[:rows]
     k_cache, v_cache = (torch.zeros(4, 4, kv, dim, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     q_new, k_new = (torch.empty(rows, n, dim, device=device, dtype=torch.float16) for n in (count, kv))
-    split_qkv_rope(qkv, heads, positions, slots, k_cache, v_cache, (q_new, k_new))
+    split_qkv_rope(AttentionInputs(qkv, heads, positions, k_cache, v_cache), slots, (q_new, k_new))
     _, k, v = split_qkv_rope_ref(qkv, heads, positions)
     found = k_cache.float().flatten(0, 1)[slots]
     torch.testing.assert_close(found, k.float(), rtol=2**-4 + 1e-3, atol=2**-9)  # three bits of mantissa

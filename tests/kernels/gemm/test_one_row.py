@@ -32,13 +32,13 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of columns of the weights that the kernel was given."""
     found: list[int] = []
-    product = one_row_triton.one_row_product
+    product = one_row_triton.one_row_gemm
 
     def spied(x: torch.Tensor, *arguments: Any, **how: Any) -> torch.Tensor:
         found.append(x.shape[1])
         return product(x, *arguments, **how)
 
-    monkeypatch.setattr(skinny_gemm_triton, "one_row_product", spied)
+    monkeypatch.setattr(skinny_gemm_triton, "one_row_gemm", spied)
     return found
 
 
@@ -53,7 +53,7 @@ def test_linear_matches_reference(
     full = normalised(x, norm) @ weight.double().t() + bias.double()
     plain, full = (part.relu().square() if squared else part for part in (plain, full))
     check(skinny_linear(x, weight, squared=squared), plain, dtype)
-    y = skinny_linear(x, weight, bias, norm_weight=norm, eps=EPS, residual=residual[None], squared=squared)
+    y = skinny_linear(x, weight, bias, norm=(norm, EPS), residual=residual[None], squared=squared)
     check(y, full + residual.double(), dtype)
     assert calls == [k, k]
 
@@ -65,7 +65,7 @@ def test_gated_matches_reference(n: int, k: int, dtype: torch.dtype, device: tor
     norm, bias = 1 + 0.3 * numbers(k, seed=3, **kind), numbers(2 * n, seed=4, **kind)
     for h, given in (
         (x.double() @ weight.double().t(), {}),
-        (normalised(x, norm) @ weight.double().t() + bias.double(), {"bias": bias, "norm_weight": norm, "eps": EPS}),
+        (normalised(x, norm) @ weight.double().t() + bias.double(), {"bias": bias, "norm": (norm, EPS)}),
     ):
         check(skinny_gated(x, weight, **given), F.silu(h[:, :n]) * h[:, n:], dtype)
     assert calls == [k, k]
@@ -80,8 +80,8 @@ def test_tiles_agree(tile: OneRowTile, dtype: torch.dtype, device: torch.device)
         numbers(584, seed=3, **kind),
     )
     h = normalised(x, norm) @ weight.double().t()
-    check(skinny_linear(x, weight, norm_weight=norm, eps=EPS, tile=tile), h, dtype)
-    gated = skinny_gated(x, weight, norm_weight=norm, eps=EPS, tile=tile)
+    check(skinny_linear(x, weight, norm=(norm, EPS), tile=tile), h, dtype)
+    gated = skinny_gated(x, weight, norm=(norm, EPS), tile=tile)
     check(gated, F.silu(h[:, :37]) * h[:, 37:], dtype)
 
 
@@ -89,7 +89,7 @@ def test_norm_in_float32(dtype: torch.dtype, device: torch.device) -> None:
     kind = {"dtype": dtype, "device": device}
     x, weight = numbers(1, 1096, seed=1, **kind), numbers(20, 1096, seed=2, **kind) / 33
     norm = 1 + 0.3 * numbers(1096, seed=3, dtype=torch.float32, device=device)
-    y = skinny_linear(x, weight, norm_weight=norm, eps=EPS)
+    y = skinny_linear(x, weight, norm=(norm, EPS))
     check(y, normalised(x, norm) @ weight.double().t(), dtype)
 
 
@@ -97,7 +97,7 @@ def test_large_activations_do_not_overflow(dtype: torch.dtype, device: torch.dev
     kind = {"dtype": dtype, "device": device}
     x, weight, norm = numbers(1, 64, seed=1, **kind), numbers(24, 64, seed=2, **kind) / 8, numbers(64, seed=3, **kind)
     x[0, 7], norm[7] = 2e4, 4.0
-    check(skinny_linear(x, weight, norm_weight=norm, eps=EPS), normalised(x, norm) @ weight.double().t(), dtype)
+    check(skinny_linear(x, weight, norm=(norm, EPS)), normalised(x, norm) @ weight.double().t(), dtype)
 
 
 def test_nan_propagates_through_relu_squared(dtype: torch.dtype, device: torch.device) -> None:
@@ -162,12 +162,9 @@ def test_deterministic_mode_has_its_own_kernels(device: torch.device, calls: lis
     assert not calls
 
 
-def test_layer(
-    dtype: torch.dtype, device: torch.device, calls: list[int], monkeypatch: pytest.MonkeyPatch, force_kernels: Any
-) -> None:
+def test_layer(dtype: torch.dtype, device: torch.device, calls: list[int], force_kernels: Any) -> None:
     """`Linear` multiplies one row by this kernel."""
     force_kernels(True)
-    monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: True)
     kind = {"dtype": dtype, "device": device}
     x, weight, norm = numbers(1, 64, seed=1, **kind), numbers(24, 64, seed=2, **kind) / 8, numbers(64, seed=3, **kind)
     h = normalised(x, norm) @ weight.double().t()

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from crossed import crossed
 from fused_gemm import EPS, matches, normalised, numbers
 
-from specbatch.kernels.gemm.dense import skinny_gemm_triton
 from specbatch.kernels.gemm.dense.skinny_gemm_configs import Tile, puts_weight_first, tile_for
-from specbatch.kernels.gemm.dense.skinny_gemm_triton import is_skinny, skinny_gated, skinny_linear
+from specbatch.kernels.gemm.dense.skinny_gemm_triton import is_skinny, skinny_gated, skinny_gemm, skinny_linear
 from specbatch.kernels.gemm.split_k_triton import COUNTERS, WORKSPACE, workspace
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
@@ -33,7 +32,7 @@ def test_skinny_linear_matches_reference(
         return
     norm, bias = 1 + 0.3 * numbers(k, seed=3, **kind), numbers(n, seed=4, **kind)
     residual = numbers(rows, n, seed=5, **kind)
-    y = skinny_linear(x, weight, bias, norm_weight=norm, eps=EPS, residual=residual)
+    y = skinny_linear(x, weight, bias, norm=(norm, EPS), residual=residual)
     check(y, normalised(x, norm) @ weight.double().t() + bias.double() + residual.double(), dtype)
 
 
@@ -46,8 +45,9 @@ def test_skinny_gated_matches_reference(
     x, weight = numbers(rows, k, seed=1, **kind), numbers(2 * n, k, seed=2, **kind) / k**0.5
     norm = 1 + 0.3 * numbers(k, seed=3, **kind) if full else None
     bias = numbers(2 * n, seed=4, **kind) if full else None
+    given = None if norm is None else (norm, EPS)
     h = normalised(x, norm) @ weight.double().t() + (0 if bias is None else bias.double())
-    check(skinny_gated(x, weight, bias, norm_weight=norm, eps=EPS), F.silu(h[:, :n]) * h[:, n:], dtype)
+    check(skinny_gated(x, weight, bias, norm=given), F.silu(h[:, :n]) * h[:, n:], dtype)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["plain", "norm-bias-residual"])
@@ -63,7 +63,7 @@ def test_skinny_relu_squared_matches_reference(
         *(numbers(*size, seed=4, **kind) for size in ((n,), (5, n))),
     )
     h = normalised(x, norm if full else None) @ weight.double().t() + (bias.double() if full else 0)
-    given = {"bias": bias, "norm_weight": norm, "eps": EPS, "residual": residual} if full else {}
+    given = {"bias": bias, "norm": (norm, EPS), "residual": residual} if full else {}
     y, expected = skinny_linear(x, weight, squared=True, **given), F.relu(h).square() + (residual if full else 0)
     assert y[3].isnan().all()
     check(y.nan_to_num(), expected.nan_to_num(), dtype)
@@ -82,7 +82,7 @@ def test_split_k_matches_reference(rows: int, splits: int, gated: bool, device: 
     )
     partial, counters = workspace(device)
     partial.fill_(float("nan"))
-    y = skinny_gemm_triton._product(x, weight, None, norm, EPS, None, gated=gated, tile=Tile(16, 64, splits, 4, 3))
+    y = skinny_gemm(x, weight, None, (norm, EPS), None, gated=gated, tile=Tile(16, 64, splits, 4, 3))
     h = normalised(x, norm) @ weight.double().t()
     check(y, F.silu(h[:, :40]) * h[:, 40:] if gated else h, torch.float32)
     assert not counters.any()
@@ -98,7 +98,7 @@ def test_large_activations_do_not_overflow(
     x[1, 7], norm[7] = 2e4, 4.0
     h = normalised(x, norm) @ weight.double().t()
     expected = F.silu(h[:, :12]) * h[:, 12:] if gemm is skinny_gated else h
-    check(gemm(x, weight, norm_weight=norm, eps=EPS), expected, dtype)
+    check(gemm(x, weight, norm=(norm, EPS)), expected, dtype)
 
 
 @pytest.mark.parametrize("rows", [4, 18])
@@ -116,10 +116,10 @@ def test_rows_do_not_depend_on_batch(
     """Among those that share a kernel: 2 to 16, and 17 to 32."""
     (most, *fewer), kind = batches, {"dtype": dtype, "device": device}
     x, weight, norm = numbers(most, 320, seed=1, **kind), numbers(96, 320, seed=2, **kind), numbers(320, seed=3, **kind)
-    together = skinny_gated(x, weight, norm_weight=norm, eps=EPS)
+    together = skinny_gated(x, weight, norm=(norm, EPS))
     for rows in fewer:
-        assert_same(skinny_gated(x[:rows], weight, norm_weight=norm, eps=EPS), together[:rows])
-    shuffled = skinny_gated(x.flip(0), weight, norm_weight=norm, eps=EPS).flip(0)
+        assert_same(skinny_gated(x[:rows], weight, norm=(norm, EPS)), together[:rows])
+    shuffled = skinny_gated(x.flip(0), weight, norm=(norm, EPS)).flip(0)
     assert_same(shuffled, together)
 
 

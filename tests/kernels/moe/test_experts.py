@@ -9,22 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from assembly import create_inline_asm
 from crossed import crossed, first_quick, slow_but
 from dtypes import HALVES
 from mxfp4_encoding import encoded
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.elementwise import elementwise_triton
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, quantize_fp8, quantize_fp8_ref
-from specbatch.kernels.gemm import linear
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
-from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_tiles, pack_int4
-from specbatch.kernels.gemm.quantized.mxfp4 import pack_mxfp4
+from specbatch.kernels.gemm.quantized import fp8_quantize_triton
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8, quantize_fp8_ref
+from specbatch.kernels.gemm.quantized.int4 import Int4Weight, int4_tiles, pack_int4
+from specbatch.kernels.gemm.quantized.mxfp4 import Mxfp4Weight, pack_mxfp4
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.moe import experts_triton
-from specbatch.kernels.moe.experts import NO_BIASES, Activation, Biases, Experts, experts_ref, shared_slices
+from specbatch.kernels.moe.expert_weights import Activation, Biases, ExpertWeights
+from specbatch.kernels.moe.experts import Experts, experts_ref, shared_slices
 from specbatch.kernels.moe.experts_triton import Tile, fused_moe, grouped, rows_for, weighted_sum
 from specbatch.kernels.moe.routing import Routing, route_ref
 from specbatch.kernels.moe.routing_triton import route
@@ -60,7 +60,7 @@ class Case:
         self.logits = (torch.randn(tokens, rule.logits) if logits is None else logits).to(device)
         self.up = torch.randn(count, rows, hidden).div_(hidden**0.5).to(**kind)
         self.down = torch.randn(count, hidden, inner).div_(inner**0.5).to(**kind)
-        self.biases = Biases(*(torch.randn(count, n).to(**kind) for n in (rows, hidden))) if biased else NO_BIASES
+        self.biases = Biases(*(torch.randn(count, n).to(**kind) for n in (rows, hidden))) if biased else Biases()
         self.weights, self.experts = route_ref(self.logits, rule)
 
     def dense(self) -> torch.Tensor:
@@ -83,12 +83,19 @@ class Case:
         return y if self.biases.down is None else y + weight @ self.biases.down.double()
 
     def run(self, residual: torch.Tensor | None = None) -> torch.Tensor:
-        weights = Weight(self.up), Weight(self.down)
-        return fused_moe(self.x, self.logits, self.rule, *weights, self.activation, residual, self.biases)
+        return fused_moe(self.x, self.logits, self.rule, self.mlp, residual)
 
     def reference(self) -> torch.Tensor:
-        up, down = Weight(self.up), Weight(self.down)
-        return experts_ref(self.x, self.weights, self.experts, up, down, self.activation, self.biases)
+        return experts_ref(self.x, self.weights, self.experts, self.mlp)
+
+    @property
+    def mlp(self) -> ExpertWeights:
+        return ExpertWeights(Weight(self.up), Weight(self.down), self.activation, self.biases)
+
+    def check_both(self, mlp: ExpertWeights, expected: torch.Tensor) -> None:
+        """The reference and the kernels with these weights."""
+        check(experts_ref(self.x, self.weights, self.experts, mlp), expected, self.x.dtype)
+        check(fused_moe(self.x, self.logits, self.rule, mlp), expected, self.x.dtype)
 
 
 def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -248,7 +255,7 @@ def scaled(case: Case, per: str = "block") -> tuple[Weight, Weight]:
         count, outer, inner = values.shape
         shape = (outer, 1) if per == "output" else (-(-outer // 128), -(-inner // 128))
         scales = torch.rand(count, *shape, device=values.device) / 100 + 0.001
-        return Weight((values * 100).to(torch.float8_e4m3fn), scales)
+        return FP8Weight((values * 100).to(torch.float8_e4m3fn), scales)
 
     return quantized(case.up), quantized(case.down)
 
@@ -261,8 +268,7 @@ def test_fp8_weights(tokens: int, activation: Activation, per: str, dtype: torch
     up, down = scaled(case, per)
     case.up, case.down = up.dequantize(torch.float32), down.dequantize(torch.float32)
     expected = case.dense()
-    check(experts_ref(case.x, case.weights, case.experts, up, down, activation), expected, dtype)
-    check(fused_moe(case.x, case.logits, case.rule, up, down, activation), expected, dtype)
+    case.check_both(ExpertWeights(up, down, activation), expected)
 
 
 @pytest.mark.parametrize("tokens", slow_but([5], [1, 5, 19]))
@@ -273,21 +279,15 @@ def test_mxfp4_weights(tokens: int, dtype: torch.dtype, device: torch.device) ->
     for matrices in (case.up, case.down):
         blocks, scales = encoded(matrices.cpu())
         scales[:, 0, 0] = 0
-        packed.append(Weight(pack_mxfp4(blocks).to(device), scales.to(device)))
+        packed.append(Mxfp4Weight(pack_mxfp4(blocks).to(device), scales.to(device)))
     up, down = packed
     case.up, case.down = up.dequantize(torch.float64), down.dequantize(torch.float64)
     expected = case.dense()
-    check(experts_ref(case.x, case.weights, case.experts, up, down, case.activation, case.biases), expected, dtype)
-    y = fused_moe(case.x, case.logits, case.rule, up, down, case.activation, None, case.biases)
-    check(y, expected, dtype)
+    case.check_both(ExpertWeights(up, down, case.activation, case.biases), expected)
 
 
 @pytest.mark.parametrize(("tokens", "group"), slow_but([(5, 32)], [(1, 128), (5, 32), (19, 64)]))
-def test_int4_weights(
-    tokens: int, group: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if device.type != "cuda":
-        monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
+def test_int4_weights(tokens: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
     case = Case(RULES["plain"], tokens, device, dtype, hidden=256, inner=128)
     packed = []
     for matrices in (case.up, case.down):
@@ -295,12 +295,11 @@ def test_int4_weights(
         values, zeros = torch.randint(0, 16, (*outer, inputs)), torch.randint(0, 16, (*outer, inputs // group))
         scales = (torch.rand(*outer, inputs // group).half() - 0.5) / 20  # half of them are negative
         parts = (part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))
-        packed.append(int4_tiles(Weight(*parts)))
+        packed.append(int4_tiles(Int4Weight(*parts)))
     up, down = packed
     case.up, case.down = up.dequantize(torch.float64), down.dequantize(torch.float64)
     expected = case.dense()
-    check(experts_ref(case.x, case.weights, case.experts, up, down, case.activation), expected, dtype)
-    check(fused_moe(case.x, case.logits, case.rule, up, down, case.activation), expected, dtype)
+    case.check_both(ExpertWeights(up, down, case.activation), expected)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +313,7 @@ def test_mxfp4_values_are_unpacked_in_order(
     scales = torch.arange(89, 129, dtype=torch.uint8).view(1, 40, 1).repeat(1, 1, 2)
     if dtype == torch.float16:
         scales = scales.clamp(125, 129)  # of which it has all values
-    weight, rule = Weight(pack_mxfp4(blocks).to(device), scales.to(device)), Routing(1, 1)
+    weight, rule = Mxfp4Weight(pack_mxfp4(blocks).to(device), scales.to(device)), Routing(1, 1)
     copies = 3 if rows == 128 else 1
     plan = route(torch.zeros(64 * copies, 1, device=device), rule, rows)[2]
     x = torch.eye(64, device=device, dtype=dtype).repeat(copies, 1)
@@ -323,19 +322,15 @@ def test_mxfp4_values_are_unpacked_in_order(
 
 
 @pytest.mark.parametrize("stored", ["FP8", "INT4"])
-def test_whole_and_half_blocks(
-    stored: str, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_and_half_blocks(stored: str, dtype: torch.dtype, device: torch.device) -> None:
     """192 tokens of one expert in blocks of 128."""
-    weight: Weight | Int4Tiles
+    weight: Weight
     if stored == "FP8":
-        weight = Weight(torch.randn(1, 128, 128).to(device, torch.float8_e4m3fn), torch.rand(1, 1, 1, device=device))
+        weight = FP8Weight(torch.randn(1, 128, 128).to(device, torch.float8_e4m3fn), torch.rand(1, 1, 1, device=device))
     else:
-        if device.type != "cuda":
-            monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
         values, zeros = torch.randint(0, 16, (1, 128, 128)), torch.randint(0, 16, (1, 128, 4))
         scales = (torch.rand(1, 128, 4).half() - 0.5) / 20
-        weight = int4_tiles(Weight(*(part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))))
+        weight = int4_tiles(Int4Weight(*(part.to(device) for part in (pack_int4(values.byte()), scales, zeros.byte()))))
     x, rule = torch.randn(192, 128).to(device, dtype), Routing(1, 1)
     plan = route(torch.zeros(192, 1, device=device), rule, 128)[2]
     check(grouped(x, weight, plan, rule, 128), x.double() @ weight.dequantize(torch.float64)[0].T, dtype)
@@ -343,7 +338,7 @@ def test_whole_and_half_blocks(
 
 def test_scales_apply_per_block() -> None:
     values = torch.ones(200, 130).to(torch.float8_e4m3fn)
-    unquantized = Weight(values, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).dequantize(torch.float32)
+    unquantized = FP8Weight(values, torch.tensor([[1.0, 2.0], [3.0, 4.0]])).dequantize(torch.float32)
     rows, columns = torch.arange(200)[:, None] // 128, torch.arange(130) // 128
     assert torch.equal(unquantized, 1.0 + 2 * rows + columns)
 
@@ -355,7 +350,7 @@ def test_scales_apply_per_block() -> None:
 def rounding(device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]) -> None:
     """Replaces the cast to FP8, which is wrong in the interpreter and has its own tests."""
     if device.type == "cpu":
-        monkeypatch.setattr(elementwise_triton, "quantize_fp8", quantize_fp8_ref)
+        monkeypatch.setattr(fp8_quantize_triton, "quantize_fp8", quantize_fp8_ref)
     force_kernels(True)
 
 
@@ -397,12 +392,13 @@ def test_fp8_activations_match_reference(
     outputs = grouped(quantize_fp8(h), down, plan, rule, rows)
     expected = of_rounded(quantize_fp8(h), down, owner, None)
     check(outputs, expected, dtype)
-    y = fused_moe(case.x, case.logits, rule, up, down, activation, quantize=True)
+    mlp = ExpertWeights(up, down, activation)
+    y = fused_moe(case.x, case.logits, rule, mlp, quantize=True)
     check(y, (expected.unflatten(0, (tokens, -1)) * weights[..., None].double()).sum(1), dtype)
-    ours = experts_ref(case.x, case.weights, case.experts, up, down, activation, quantize=True)
+    ours = experts_ref(case.x, case.weights, case.experts, mlp, quantize=True)
     # Of the values quantized between the GEMMs, 1% may round the other way, by an eighth.
     assert (y - ours).double().norm() <= 2e-2 * ours.double().norm()
-    unquantized = experts_ref(case.x, case.weights, case.experts, up, down, activation)
+    unquantized = experts_ref(case.x, case.weights, case.experts, mlp)
     assert (ours - unquantized).double().norm() > 1e-2 * unquantized.double().norm()
 
 
@@ -411,11 +407,10 @@ def test_tokens_do_not_depend_on_prefill_chunk(device: torch.device, assert_same
     """A NaN stays with its token."""
     tokens = 12 if device.type == "cpu" else 2000
     case = Case(Routing(4, 2, shared=1), tokens, device, torch.float16, hidden=160, inner=128)
-    up, down = scaled(case)
+    mlp = ExpertWeights(*scaled(case), case.activation)
 
     def run(first: int, last: int) -> torch.Tensor:
-        logits = case.logits[first:last]
-        return fused_moe(case.x[first:last], logits, case.rule, up, down, case.activation, quantize=True)
+        return fused_moe(case.x[first:last], case.logits[first:last], case.rule, mlp, quantize=True)
 
     together = run(0, tokens)
     assert_same(run(0, 1), together[:1])
@@ -430,12 +425,9 @@ def test_tokens_do_not_depend_on_prefill_chunk(device: torch.device, assert_same
 @pytest.mark.usefixtures("rounding")
 @pytest.mark.parametrize("kernels", [False, True])
 def test_fp8_activations_apply_within_context_only(
-    kernels: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
+    kernels: bool, device: torch.device, force_kernels: Callable[[bool], None]
 ) -> None:
     force_kernels(kernels)
-    monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
-    if device.type == "cpu":  # few rows of an unquantized weight use the skinny GEMM
-        monkeypatch.setattr("specbatch.kernels.gemm.dense.skinny_gemm_triton.is_skinny", lambda rows, weight: False)
     case = Case(Routing(3, 2), 5, device, torch.float16, hidden=136, inner=128)
     up, down = scaled(case)
     router = torch.randn(3, 136).to(case.x)
@@ -455,7 +447,7 @@ def test_fp8_activations_apply_within_context_only(
         prompt_of_narrow = block(case.x)
     assert torch.equal(prompt_of_narrow, block(case.x))
     weights, experts = route_ref(F.linear(case.x, router), case.rule)
-    expected = experts_ref(case.x, weights, experts, up, down, "swiglu", quantize=True)
+    expected = experts_ref(case.x, weights, experts, ExpertWeights(up, down, "swiglu"), quantize=True)
     # Another order of a sum can move an activation to the next FP8 value.
     error = (prompt - expected).double().norm()
     assert error <= 3e-2 * expected.double().norm()
@@ -466,18 +458,12 @@ def test_fp8_activations_apply_within_context_only(
 
 
 @pytest.fixture(params=["reference", "kernels"])
-def twin(
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-    device: torch.device,
-    force_kernels: Callable[[bool], None],
-) -> None:
+def twin(request: pytest.FixtureRequest, device: torch.device, force_kernels: Callable[[bool], None]) -> None:
     on_cuda = device.type == "cuda"
     if on_cuda and request.param == "reference":
         force_kernels(False)
     if not on_cuda and request.param == "kernels":
         force_kernels(True)
-        monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
 
 
 def randomise(block: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -616,10 +602,10 @@ def test_larger_blocks_are_for_weights_that_are_not_dequantized(
     monkeypatch.setattr(experts_triton, "rows_for", lambda *args, **how: asked.append(how) or choose(*args, **how))
     case = Case(RULES["plain"], 3, device, torch.float16, hidden=128, inner=128)
     case.run()
-    up, down = (Weight(x.to(torch.float8_e4m3fn), torch.ones(6, *size, device=device)) for x, size in (
+    up, down = (FP8Weight(x.to(torch.float8_e4m3fn), torch.ones(6, *size, device=device)) for x, size in (
         (case.up, (2, 1)), (case.down, (1, 1))
     ))  # fmt: skip
-    fused_moe(case.x, case.logits, case.rule, up, down, case.activation)
+    fused_moe(case.x, case.logits, case.rule, ExpertWeights(up, down, case.activation))
     assert [how["is_stored_whole"] for how in asked] == [True, False]
 
 
@@ -629,7 +615,7 @@ def test_programs_with_few_steps_compute_several_tiles() -> None:
 
     def tiles(*shape: int, rows: int = 128, pairs: int = 8192 * 9, fp8: bool = False) -> int:
         values = torch.empty(257, *shape, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16, device="meta")
-        weight = Weight(values, torch.empty(257, 16, 4, device="meta") if fp8 else None)
+        weight = FP8Weight(values, torch.empty(257, 16, 4, device="meta")) if fp8 else Weight(values)
         return experts_triton.tile_for(rows, weight, 2, pairs).per_program
 
     assert [tiles(2048, 512, rows=rows) for rows in experts_triton._TILES] == [1, 1, 1, 4]

@@ -10,9 +10,8 @@ import torch
 from crossed import crossed
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.moe import routing_triton
 from specbatch.kernels.moe.routing import Routing, route_ref
-from specbatch.kernels.moe.routing_triton import most_blocks, route
+from specbatch.kernels.moe.routing_triton import FEW_TILES, most_blocks, route
 
 RULES = {
     "softmax": Routing(12, 3),
@@ -107,10 +106,10 @@ def test_kernel_matches_reference(name: str, tokens: int, device: torch.device) 
     check(logits, rule, 16)
 
 
-def check(logits: torch.Tensor, rule: Routing, rows: int) -> None:
+def check(logits: torch.Tensor, rule: Routing, rows: int, few_tiles: int = FEW_TILES) -> None:
     """Routing and block plan match the reference, and a second run is bit-identical."""
     tokens = len(logits)
-    weights, experts, plan = route(logits, rule, rows)
+    weights, experts, plan = route(logits, rule, rows, few_tiles)
     expected, chosen = route_ref(logits, rule)
     assert torch.equal(experts, chosen)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
@@ -146,13 +145,10 @@ def test_logits_of_every_type(score: str, dtype: torch.dtype, tokens: int, devic
     check(logits, rule, 16)
 
 
-@pytest.mark.parametrize(("tokens", "few"), [(45, routing_triton.FEW_TILES), (45, 1), (530, routing_triton.FEW_TILES)])
-def test_counts_are_summed_in_either_kernel(
-    tokens: int, few: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("tokens", "few"), [(45, FEW_TILES), (45, 1), (530, FEW_TILES)])
+def test_counts_are_summed_in_either_kernel(tokens: int, few: int, device: torch.device) -> None:
     rule = Routing(12, 3, shared=1)
-    monkeypatch.setattr(routing_triton, "FEW_TILES", few)
-    check(torch.randn(tokens, rule.logits, device=device), rule, 32)
+    check(torch.randn(tokens, rule.logits, device=device), rule, 32, few)
 
 
 @pytest.mark.parametrize(("tokens", "rows"), [(40, 16), (40, 32), (5, 64)])

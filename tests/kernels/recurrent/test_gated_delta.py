@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +14,7 @@ from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.recurrent import gated_delta, gated_delta_prefill_triton, gated_delta_triton, row_by_row_triton
-from specbatch.kernels.recurrent.gated_delta import DeltaHeads, Pending
+from specbatch.kernels.recurrent.inputs import DeltaHeads, DeltaInputs, Pending
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 TWINS = {
@@ -26,20 +26,9 @@ SLACK = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ROWS = 7  # device rows
 
 
-@dataclass
-class Inputs:
-    """Inputs of a number of tokens: strided columns of projections, and each in float64."""
-
-    qkv: torch.Tensor
-    z: torch.Tensor
-    b: torch.Tensor
-    a: torch.Tensor
-
-    def __iter__(self):
-        return iter((self.qkv, self.z, self.b, self.a))
-
-    def tokens(self) -> list[tuple[torch.Tensor, ...]]:
-        return list(zip(*(x.double().cpu() for x in self), strict=True))
+def tokens_of(inputs: DeltaInputs) -> list[tuple[torch.Tensor, ...]]:
+    """qkv, z, b and a of each token in float64."""
+    return list(zip(*(x.double().cpu() for x in inputs[:4]), strict=True))
 
 
 class Case:
@@ -70,18 +59,21 @@ class Case:
         self.kept = torch.randint(held, (ROWS, held))
         self.states: dict[int, torch.Tensor] = {}
 
-    def inputs(self, count: int) -> Inputs:
+    def inputs(self, count: int) -> DeltaInputs:
+        """Of a number of tokens: strided columns of projections."""
         h = self.heads
         conv_columns = 2 * h.keys * h.key_dim + h.values * h.value_dim
         projection = torch.randn(count, conv_columns + h.values * h.value_dim + 3).to(self.device, self.dtype)
         gates = torch.randn(count, 2 * h.values + 1).to(self.device, self.dtype)
         # Similar keys, so that a row's u depends on many earlier rows.
         projection[:, h.keys * h.key_dim : 2 * h.keys * h.key_dim] += 1
-        return Inputs(
+        return DeltaInputs(
             projection[:, 1 : 1 + conv_columns],
             projection[:, 2 + conv_columns : -1],
             gates[:, : h.values] + 1,
             gates[:, -h.values :],
+            h,
+            self.state,
         )
 
     def step(self, state: torch.Tensor, token: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,9 +108,9 @@ class Case:
             layout = graph
         inputs = self.inputs(offsets[-1])
         out = torch.full_like(inputs.z, torch.nan).contiguous()
-        y = self.prefill(*inputs, self.heads, self.state, layout, out)
+        y = self.prefill(inputs, layout, out)
         assert y.data_ptr() == out.data_ptr()
-        tokens, expected = inputs.tokens(), []
+        tokens, expected = tokens_of(inputs), []
         for row, start, begin, end in zip(rows, starts, offsets, offsets[1:], strict=False):
             state = self.states[row] if start else torch.zeros(self.state.shape[1:], dtype=torch.float64)
             for token in tokens[begin:end]:
@@ -141,8 +133,8 @@ class Case:
                 on_device([ancestor_masks(item) for item in parents]) if tree else None,
             )  # fmt: skip
             inputs = self.inputs(len(rows) * nodes)
-            y = self.verify(*inputs, self.heads, self.state, self.pending, replay)
-            tokens, expected = inputs.tokens(), []
+            y = self.verify(inputs, self.pending, replay)
+            tokens, expected = tokens_of(inputs), []
             for index, (row, tree_of) in enumerate(zip(rows, parents, strict=True)):
                 if not row:
                     assert y[index * nodes :].isfinite().all()
@@ -200,25 +192,22 @@ def test_prompts_and_verifies(
     ),
 )
 def test_short_chains(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, twin: str, few: int, held: int, dtype: torch.dtype,
-    stored: torch.dtype,
-) -> None:  # fmt: skip
+    device: torch.device, twin: str, few: int, held: int, dtype: torch.dtype, stored: torch.dtype
+) -> None:
     """Of as many rows as are held at most, and of fewer; by many programs, and by few."""
-    monkeypatch.setattr(gated_delta_triton, "_FEW", few)
     case = Case(device, dtype, twin, (2, 4, 24, 40), held=held, stored=stored)
+    if twin == "kernel":
+        case.verify = partial(case.verify, few=few)
     case.prompt([(3, 0, 5), (5, 0, 2)])
     for rows in dict.fromkeys((held, 1, max(1, held - 1))):
         case.verifies(rows, False, 1 + (rows == held))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_short_chains_of_many_requests(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_short_chains_of_many_requests(device: torch.device, dtype: torch.dtype) -> None:
     """A program has 64 columns of a state, the last one fewer."""
-    monkeypatch.setattr(gated_delta_triton, "_FEW", 0)
-    monkeypatch.setattr(gated_delta_triton, "_MANY", 0)
     case = Case(device, dtype, "kernel", (1, 2, 128, 80), held=4)
+    case.verify = partial(case.verify, few=0, many=0)
     case.prompt([(3, 0, 5), (5, 0, 2)])
     for rows in (4, 2):
         case.verifies(rows, False, 2)
@@ -228,7 +217,7 @@ def test_columns_of_chains() -> None:
     heads = DeltaHeads(16, 32, 128, 128, *([torch.empty(0)] * 3), 1e-6)
 
     def columns(batch: int, rows: int = 4, precision: str = "tf32", **other: int) -> tuple[int, int | None]:
-        return gated_delta_triton._columns_of_chain(replace(heads, **other), batch, rows, 32, precision)
+        return gated_delta_triton.columns_of_chain(replace(heads, **other), batch, rows, 32, precision)
 
     assert columns(64) == (64, 96)
     assert columns(63) == (32, None)
@@ -246,10 +235,10 @@ def test_chunks(device: torch.device, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("processors", [0, 132])
-def test_chunks_in_flight(device: torch.device, monkeypatch: pytest.MonkeyPatch, processors: int) -> None:
+def test_chunks_in_flight(device: torch.device, processors: int) -> None:
     """Fewer chunks are in flight where two programs share a processor."""
-    monkeypatch.setattr(gated_delta_prefill_triton, "multiprocessors", lambda device: processors)
     case = Case(device, torch.float16, "kernel", (1, 2, 128, 64))
+    case.prefill = partial(case.prefill, processors=processors)
     case.prompt([(4, 0, 140), (2, 0, 70)])
     case.prompt([(2, 70, 75), (4, 140, 141)])
 
@@ -294,7 +283,7 @@ def test_equal_keys_without_decay(device: torch.device) -> None:
         case.heads.a_log.fill_(-30)
         plain = case.inputs
 
-        def equal_keys(count: int, plain=plain) -> Inputs:
+        def equal_keys(count: int, plain=plain) -> DeltaInputs:
             inputs = plain(count)
             inputs.qkv[:, 16:32] = 1
             inputs.b.fill_(9)
@@ -311,7 +300,7 @@ def test_matches_transformers(device: torch.device, name: str) -> None:
     case = Case(device, torch.float32, "reference", (2, 4, 16, 24))
     inputs, h = case.inputs(75), case.heads
     table = torch.zeros(ROWS, 1, dtype=torch.int64, device=device)
-    y = gated_delta.delta_prefill(*inputs, h, case.state, RaggedBatch([0], [75], [3], table, 16))
+    y = gated_delta.delta_prefill(inputs, RaggedBatch([0], [75], [3], table, 16))
     q, k, v = inputs.qkv.split([32, 32, 96], 1)
     q, k = (x.reshape(1, 75, 2, 16).repeat_interleave(2, 2) for x in (q, k))
     g = -h.a_log.exp() * F.softplus(inputs.a + h.dt_bias)

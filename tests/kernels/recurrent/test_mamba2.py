@@ -13,7 +13,7 @@ from crossed import first_quick, slow_but
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.recurrent import mamba2
-from specbatch.kernels.recurrent.mamba2 import SsdHeads, SsdMemory
+from specbatch.kernels.recurrent.inputs import SsdHeads, SsdInputs, SsdMemory
 from specbatch.kernels.recurrent.state_replay import StateReplay
 from specbatch.kernels.sampling.tree_verify import ancestor_words
 
@@ -112,7 +112,7 @@ class Layer:
             given = fixed
         z, xbc, dt = inputs
         out = torch.full_like(z, torch.nan).contiguous()
-        y = run(xbc, dt, z, self.heads, self.memory, given, out)
+        y = run(SsdInputs(xbc, dt, z, self.heads, self.memory), given, out)
         assert y.data_ptr() == out.data_ptr()
         self.close(y, torch.stack(wanted))
         self.close(self.memory.state[slots], self.truth[slots])
@@ -139,7 +139,7 @@ class Layer:
                 node_states.append(h)
                 wanted.append(y)
             states.append(node_states)
-        y = run(xbc, dt, z, self.heads, self.memory, StateReplay(on, self.count, kept, words))
+        y = run(SsdInputs(xbc, dt, z, self.heads, self.memory), StateReplay(on, self.count, kept, words))
         live = [place for place, slot in enumerate(slots) if slot]
         self.close(y.unflatten(0, (-1, rows))[live], torch.stack(wanted).unflatten(0, (-1, rows))[live])
         self.close(self.memory.state[on[live]], self.truth[[slots[place] for place in live]])
@@ -311,5 +311,6 @@ def test_matches_transformers(groups: int) -> None:
         )
         memory = SsdMemory(torch.full((2, 6, 8, 16), torch.nan), torch.zeros(2, 4, sum(heads.columns[:2]) + 6))
         spans = RaggedBatch([0], [21], [1], torch.zeros(2, 1, dtype=torch.int64), 1)
-        ours = mixer.out_proj(mamba2.ssd_prefill(F.silu(convolved[0].t()), dt, z, heads, memory, spans))
+        inputs = SsdInputs(F.silu(convolved[0].t()), dt, z, heads, memory)
+        ours = mixer.out_proj(mamba2.ssd_prefill(inputs, spans))
     torch.testing.assert_close(ours[None], wanted, rtol=1e-5, atol=1e-5)

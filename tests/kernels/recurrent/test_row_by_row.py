@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from crossed import first_quick
 
 from specbatch.kernels.dispatch import force_kernels
 from specbatch.kernels.recurrent import gated_delta_prefill_triton, mamba2_triton, row_by_row_triton
+from specbatch.kernels.recurrent.short_conv import conv_prefill_ref
 from specbatch.models.layers import recurrent
 
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
@@ -67,12 +67,7 @@ def _states_rounded_when_stored(patch: pytest.MonkeyPatch) -> None:
 def _order_of_taps(patch: pytest.MonkeyPatch) -> None:
     """A prompt adds the oldest first."""
 
-    def prefill(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **how: Any) -> torch.Tensor:
-        from specbatch.kernels.recurrent.short_conv import conv_prefill_ref
-
-        return conv_prefill_ref(x, weight, *rest, **how)
-
-    patch.setattr(recurrent, "conv_prefill", prefill)
+    patch.setattr(recurrent, "conv_prefill", conv_prefill_ref)
 
 
 @pytest.mark.slow

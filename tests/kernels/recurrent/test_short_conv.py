@@ -13,7 +13,7 @@ from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 from specbatch.kernels.recurrent import short_conv, short_conv_triton
-from specbatch.kernels.recurrent.short_conv import MOST_TAPS
+from specbatch.kernels.recurrent.inputs import MOST_TAPS, ConvInputs
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 TWINS = {
@@ -82,9 +82,9 @@ class Case:
             graph.load(layout)
             layout = graph
         x, gates, u = self.inputs(total)
-        taps = self.weight, self.bias, self.window
+        inputs = ConvInputs(x, self.weight, self.bias, self.window, self.activation, **gates)
         out = torch.full((total, self.channels), torch.nan, device=self.device, dtype=self.dtype)
-        y = self.prefill(x, *taps, layout, activation=self.activation, **gates, out=out)
+        y = self.prefill(inputs, layout, out)
         assert y.data_ptr() == out.data_ptr()
         expected = []
         for row, start, part in zip(rows, starts, u.split([count for _, count in spans]), strict=True):
@@ -111,8 +111,8 @@ class Case:
                 torch.tensor([ancestor_masks(item) for item in parents], device=self.device) if tree else None,
             )  # fmt: skip
             x, gates, u = self.inputs(len(rows) * nodes)
-            taps = (self.weight, self.bias, self.window, self.pending)
-            y = self.verify(x, *taps, replay, activation=self.activation, **gates)
+            inputs = ConvInputs(x, self.weight, self.bias, self.window, self.activation, **gates)
+            y = self.verify(inputs, self.pending, replay)
             expected = []
             for row, tree_of, part in zip(rows, parents, u.split(nodes), strict=True):
                 paths = [path_of(tree_of, node) for node in range(nodes)]
@@ -199,11 +199,9 @@ def test_chain_has_the_bits_of_a_tree(device: torch.device, rows: int) -> None:
     found = []
     for ancestors in (words, None):
         for taps_of in (weight, weight.t().contiguous().t()):
-            states = window.clone(), pending.clone()
-            replay = StateReplay(on, counts, None, ancestors)
-            gates = {"before": before, "after": after}
-            y = short_conv_triton.conv_verify(x, taps_of, bias, *states, replay, activation=True, **gates)
-            found.append((y, *states))
+            states, replay = (window.clone(), pending.clone()), StateReplay(on, counts, None, ancestors)
+            inputs = ConvInputs(x, taps_of, bias, states[0], True, before, after)
+            found.append((short_conv_triton.conv_verify(inputs, states[1], replay), *states))
     for others in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
 

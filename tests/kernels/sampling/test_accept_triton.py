@@ -16,7 +16,15 @@ from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
 from specbatch.engine.device.acceptance import accept_ref
 from specbatch.kernels.sampling.accept import BatchRows
-from specbatch.kernels.sampling.accept_triton import _BLOCK, Chosen, argmax_partials, commit, verify_inputs
+from specbatch.kernels.sampling.accept_triton import (
+    BLOCK,
+    FEW,
+    PROGRAMS,
+    Chosen,
+    argmax_partials,
+    commit,
+    verify_inputs,
+)
 from specbatch.kernels.sampling.rng import SIMULATED, acceptance_thresholds, simulated_accept_ref, uniform_ref
 
 
@@ -121,22 +129,22 @@ def test_non_finite_logits_are_flagged(bad: float, place: int, device: torch.dev
     assert packed[1, 2] == place
 
 
-def argmax(logits: torch.Tensor) -> list[int]:
-    return (0x7FFFFFFF - (argmax_partials(logits).amax(-1) & 0x7FFFFFFF)).tolist()
-
-
 @pytest.mark.parametrize("rows", [1, 700, 3000])
-def test_argmax_does_not_depend_on_chunk_size(rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argmax_does_not_depend_on_chunk_size(rows: int, device: torch.device) -> None:
     """Few rows give many chunks; many rows give several blocks per program."""
+    programs, few = PROGRAMS, FEW
     if device.type == "cpu":
-        monkeypatch.setattr("specbatch.kernels.sampling.accept_triton._PROGRAMS", max(1, 2048 * 2 // rows))
-        monkeypatch.setattr("specbatch.kernels.sampling.accept_triton._FEW", 256 if rows == 1 else 0)
-        rows = 2
-    logits = torch.randn(rows, 5 * _BLOCK + 3, generator=torch.Generator().manual_seed(1)).to(device)
+        programs, few, rows = max(1, 2048 * 2 // rows), 256 if rows == 1 else 0, 2
+
+    def argmax(logits: torch.Tensor) -> list[int]:
+        best = argmax_partials(logits, programs=programs, few=few).amax(-1)
+        return (0x7FFFFFFF - (best & 0x7FFFFFFF)).tolist()
+
+    logits = torch.randn(rows, 5 * BLOCK + 3, generator=torch.Generator().manual_seed(1)).to(device)
     logits = (logits * 4).round()
     assert argmax(logits) == logits.argmax(-1).tolist()
     logits[:, 7000] = math.nan
-    logits[:, 7000 + _BLOCK] = math.nan
+    logits[:, 7000 + BLOCK] = math.nan
     assert argmax(logits) == [7000] * rows
     logits[:, 12] = -math.nan
     assert argmax(logits) == [12] * rows

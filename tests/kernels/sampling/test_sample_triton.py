@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ pytest.importorskip("triton")
 from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
 from specbatch.engine.device import acceptance
-from specbatch.kernels.sampling import filtered_distribution_triton as law_module
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.filtered_distribution_triton import filter_logits, probabilities
 from specbatch.kernels.sampling.rng import DRAFT, TARGET, uniform_ref
@@ -41,11 +41,7 @@ SETTINGS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many blocks to a row, and lists that overflow."""
-    monkeypatch.setattr(law_module, "_BLOCK", 64)
-    monkeypatch.setattr(law_module, "_WARPS", 4)
+filter_in_small_blocks = partial(filter_logits, block=64, warps=4)  # many to a row, and lists that overflow
 
 
 def settings_of(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -81,7 +77,7 @@ def test_filtered_distribution_matches_reference(kind: str, dtype: torch.dtype, 
     rows = len(SETTINGS)
     logits = logits_of(kind, rows, 100, dtype, device)
     settings = settings_of(rows, device)
-    ours = probabilities(filter_logits(logits, *settings, truncated=True))
+    ours = probabilities(filter_in_small_blocks(logits, *settings, truncated=True))
     expected = probabilities_ref(logits, *settings)
     for row in range(rows):
         assert torch.equal(ours[row] > 0, expected[row] > 0), SETTINGS[row]
@@ -99,7 +95,7 @@ def test_samples_match_reference(kind: str, n: int, truncated: bool, device: tor
     generator = torch.Generator().manual_seed(n)
     seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=generator).to(device)
     positions = torch.randint(0, 1000, (batch, n), generator=generator).to(device)
-    tokens, finite = sample(filter_logits(logits, *settings, truncated=truncated), seeds, positions, TARGET)
+    tokens, finite = sample(filter_in_small_blocks(logits, *settings, truncated=truncated), seeds, positions, TARGET)
     cut = [item.repeat_interleave(n) for item in (settings if truncated else settings[:1])]
     uniform = uniform_ref(seeds[:, None], positions, TARGET)
     expected = sample_ref(probabilities_ref(logits, *cut).view(batch, n, -1), uniform)
@@ -134,7 +130,7 @@ def test_rejection_sampling_matches_reference(
     limit = torch.full((batch,), n - 1 if drafted is None else drafted, device=device)
     p = sampling.probabilities(logits.view(batch, n, -1))
     expected = acceptance._rejection_sample(p, Proposal(drafts, limit, q), positions, sampling, verification)
-    filtered = filter_logits(logits, *settings, truncated=True)
+    filtered = filter_in_small_blocks(logits, *settings, truncated=True)
     # Bit-identical to the target's where equal, like a draft distribution that these kernels wrote.
     q[:, 0] = probabilities(filtered).view(batch, n, -1)[:, 0]
     tokens, accepted, finite = rejection_sample(filtered, drafts, limit, q, seeds, positions, verification)
@@ -154,10 +150,10 @@ def test_non_finite_logits_are_flagged(bad: float, temperature: float, device: t
     settings = (one * temperature, two + 3, one * 0.9, one * 0)
     positions = torch.arange(4, device=device).view(2, 2)
     for truncated in (True, False):
-        tokens, finite = sample(filter_logits(logits, *settings, truncated=truncated), two, positions, TARGET)
+        tokens, finite = sample(filter_in_small_blocks(logits, *settings, truncated=truncated), two, positions, TARGET)
         assert finite.tolist() == [[True, True], [False, True]]
         assert ((tokens >= 0) & (tokens < 90)).all()
-        filtered = filter_logits(logits, *settings, truncated=truncated)
+        filtered = filter_in_small_blocks(logits, *settings, truncated=truncated)
         q = torch.full((2, 1, 90), 1 / 90, device=device)
         tokens, _, finite = rejection_sample(filtered, tokens[:, :1].contiguous(), two + 1, q, two, positions)
         assert finite.tolist() == [[True, True], [False, True]]
@@ -165,10 +161,8 @@ def test_non_finite_logits_are_flagged(bad: float, temperature: float, device: t
 
 
 @pytest.mark.parametrize("kind", slow_but(["flat"], ["peaked", "flat"]))
-def test_production_block_sizes(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_production_block_sizes(kind: str, device: torch.device) -> None:
     """Whole rows on a GPU; tokens near a cutoff may fall on either side of it."""
-    monkeypatch.setattr(law_module, "_BLOCK", 8192)
-    monkeypatch.setattr(law_module, "_WARPS", 16)
     rows, vocabulary = len(SETTINGS), 151_936 if device.type == "cuda" else 9_001
     logits = logits_of(kind, rows, vocabulary, torch.bfloat16 if device.type == "cuda" else torch.float16, device)
     settings = settings_of(rows, device)

@@ -9,7 +9,7 @@ import torch
 from crossed import crossed
 from trees import ancestor_masks, path_of
 
-from specbatch.kernels.common.verified_rows import VerifiedRows
+from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.sampling.accept import BatchRows, Proposal
 from specbatch.kernels.sampling.accept_triton import Chosen, argmax_partials, verify_inputs
 from specbatch.kernels.sampling.rng import acceptance_thresholds, simulated_accept_ref
@@ -166,7 +166,7 @@ def test_simulated_path_leads_to_the_first_of_the_deepest_nodes_that_count() -> 
                 assert all(node >= place for place, node in enumerate(found[: accepted + 1]))
 
 
-@pytest.mark.parametrize(("seed", "probability"), enumerate([0.0, 0.7, 1.0]))
+@pytest.mark.parametrize(("seed", "probability"), list(enumerate([0.0, 0.7, 1.0])))
 def test_simulated_acceptance_takes_the_deepest_path(device: torch.device, seed: int, probability: float) -> None:
     case = Case(seed, 6, 8, device)
     thresholds = acceptance_thresholds([probability] * 5, device)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from specbatch.kernels.sampling import verify_budget_triton
 from specbatch.kernels.sampling.accept import Proposal
-from specbatch.kernels.sampling.verify_budget import LEVELS, MOST, Spending, learn_ref, spend_ref
+from specbatch.kernels.sampling.verify_budget import LEVELS, MOST, learn_ref, spend_ref
 
 KINDS = 2 * LEVELS + 1
 
@@ -47,7 +47,7 @@ class Step:
     def _moved(drafts: Proposal, device: torch.device) -> Proposal:
         return Proposal(*(None if part is None else part.to(device) for part in drafts))
 
-    def spend(self, total: int, *, is_sampled: bool) -> Spending:
+    def spend(self, total: int, *, is_sampled: bool) -> Proposal:
         """The kernel's choice, which is also that of the reference on a CPU: a GPU adds and multiplies alike, but torch
         takes the product of a chain in another order there."""
         arguments = self.counts, self.recent, self.slots, self.drafts, self.temperature if is_sampled else None
@@ -55,9 +55,12 @@ class Step:
         on_cpu = [self._moved(part, torch.device("cpu")) if isinstance(part, Proposal) else
                   part if part is None else part.cpu() for part in arguments]  # fmt: skip
         theirs = spend_ref(*on_cpu, total)
-        assert ours.proposal.drafted.tolist() == theirs.proposal.drafted.tolist()
-        assert ours.levels.tolist() == theirs.levels.tolist()
-        for found, wanted in zip(ours.packed, theirs.packed, strict=True):
+        assert ours.drafted.tolist() == theirs.drafted.tolist()
+        for found, wanted in zip(
+            (ours.levels, *(ours.packed or ())), (theirs.levels, *(theirs.packed or ())), strict=True
+        ):
+            assert found is not None
+            assert wanted is not None
             assert found.tolist() == wanted.tolist()
         return ours
 
@@ -89,17 +92,17 @@ def test_strided_confidence(device: torch.device) -> None:
     apart = torch.nn.functional.pad(step.drafts.confidence, (0, 2), value=0.5)[:, :3].T.contiguous().T
     wanted = step.spend(9, is_sampled=True)
     step.drafts = step.drafts._replace(confidence=apart)
-    assert step.spend(9, is_sampled=True).proposal.drafted.tolist() == wanted.proposal.drafted.tolist()
+    assert step.spend(9, is_sampled=True).drafted.tolist() == wanted.drafted.tolist()
 
 
 @pytest.mark.parametrize(("batch", "most", "total"), first_quick(4, [SIZES[0], *SIZES[-3:], *SIZES[1:5]]))
 def test_learn_is_the_reference(batch: int, most: int, total: int, device: torch.device) -> None:
     step = Step(batch, most, device, seed=batch)
-    spending = step.spend(total, is_sampled=True)
-    accepted = torch.randint(most + 1, (batch, 3), device=device)[:, 1].minimum(spending.proposal.drafted)
+    spent = step.spend(total, is_sampled=True)
+    accepted = torch.randint(most + 1, (batch, 3), device=device)[:, 1].minimum(spent.drafted)
     packed = torch.stack([accepted, accepted], 1)
     theirs = step.counts.clone(), step.recent.clone()
-    learn_ref(*theirs, step.slots, spending, accepted)
-    verify_budget_triton.learn(step.counts, step.recent, step.slots, spending, packed[:, 1])
+    learn_ref(*theirs, step.slots, spent, accepted)
+    verify_budget_triton.learn(step.counts, step.recent, step.slots, spent, packed[:, 1])
     assert torch.equal(step.counts, theirs[0])
     assert torch.equal(step.recent[:, 1:], theirs[1][:, 1:])

@@ -76,8 +76,8 @@ def test_engine_logs_the_factors_and_shares_weights(folder: Path) -> None:
         with engine(folder, 96, lines, weights_of=short) as shared, engine(folder, 96, []) as long:
             note = "LongRoPE: the long factors for all texts, as max_model_len is beyond 24"
             assert [line for line in lines if "LongRoPE" in line] == [note, f"draft: {note}"]
-            assert torch.equal(tables(shared._model), tables(long._model))
-            assert not torch.equal(tables(short._model), tables(long._model))
+            assert torch.equal(tables(shared.parts.model), tables(long.parts.model))
+            assert not torch.equal(tables(short.parts.model), tables(long.parts.model))
     with pytest.raises(SpecbatchError, match="max_model_len=97: the model supports at most 96"):
         engine(folder, 97, [])
 

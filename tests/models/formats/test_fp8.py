@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +19,13 @@ from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.drafters import mtp
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.linear import Linear
-from specbatch.kernels.gemm.quantized.fp8_linear import ConcatLinear, FP8Linear
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight
+from specbatch.kernels.gemm.quantized.weight import ConcatLinear
 from specbatch.kernels.moe.experts import Experts
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, tensor_shapes, weight_shapes
 from specbatch.models.heads.mtp import Mtp, MtpConfig, mtp_config
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 from specbatch.runtime.loader import weight_bytes
 from specbatch.weights import open_checkpoint
 from specbatch.weights.dummy import DummyCheckpoint
@@ -127,7 +129,7 @@ def write(folder: Path, described: dict[str, Any], plain: list[str], fused: bool
     described = described | {"quantization_config": QUANTIZATION | {"modules_to_not_convert": plain}}
     (folder / "config.json").write_text(json.dumps(described))
     config = ModelConfig.from_dict(described)
-    shapes = (config.stacked() if fused else config).tensor_shapes()
+    shapes = tensor_shapes(config.stacked() if fused else config)
     generator = torch.Generator().manual_seed(2)
     stored, meant = {}, {}
     for name, shape in shapes.items():
@@ -150,7 +152,7 @@ def logits(model: Decoder) -> torch.Tensor:
 def linear_types(model: Decoder) -> set[type]:
     parts = [part for layer in model.layers for part in (layer.mixer, *layer.mlps)]
     items = [item for part in parts for item in vars(part).values()]
-    experts = {FP8Linear for item in items if isinstance(item, Experts) and item.up.scales is not None}
+    experts = {FP8Linear for item in items if isinstance(item, Experts) and item.weights.up.is_quantized}
     return {type(item) for item in items if isinstance(item, Linear)} | experts
 
 
@@ -167,7 +169,7 @@ NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 )
 @pytest.mark.parametrize("case", CASES)
 def test_fp8_model_matches_dequantized_model(
-    case: str, device: str, keeps: bool, bound: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:
     described, plain, fused, dequantized = CASES[case]
     meant = write(tmp_path, described, plain, fused)
@@ -176,7 +178,7 @@ def test_fp8_model_matches_dequantized_model(
     sizes = {"dtype": torch.float32, "device": torch.device(device), "max_positions": 64}
     expected = logits(Decoder(unquantized, meant.__getitem__, **sizes))
     if device == "cpu":
-        monkeypatch.setattr("specbatch.models.layers.blocks.keeps_quantized", lambda device: keeps)
+        stay_quantized(keeps)
     model = decoder_of(checkpoint, device=torch.device(device))
     assert model.dequantized == (dequantized if keeps else set())
     assert device == "cuda" or (linear_types(model) & {FP8Linear, ConcatLinear} != set()) is keeps
@@ -191,7 +193,7 @@ def write_head(folder: Path, unquantized: set[str]) -> tuple[MtpConfig, dict[str
     mixture = target.mixture and replace(target.mixture, fused=False)
     config = replace(mtp_config(target), quantization=None, mixture=mixture)
     generator = torch.Generator().manual_seed(5)
-    for name, shape in config.weight_shapes().items():
+    for name, shape in weight_shapes(config).items():
         stored[name] = meant[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
         if len(shape) > 1 and name not in unquantized and not name.endswith("gate.weight"):
             stored[name], stored[f"{name}_scale_inv"], meant[name] = quantized(meant[name])
@@ -210,12 +212,18 @@ def write_head(folder: Path, unquantized: set[str]) -> tuple[MtpConfig, dict[str
     ],
 )
 def test_fp8_mtp_head_matches_dequantized_head(
-    case: str, changes: Any, unquantized: set[str], joined: bool, keeps: bool, tmp_path: Path, monkeypatch: Any
+    case: str,
+    changes: Any,
+    unquantized: set[str],
+    joined: bool,
+    keeps: bool,
+    tmp_path: Path,
+    stay_quantized: Callable[..., None],
 ) -> None:
     described, plain, fused, _ = CASES[case]
     write(tmp_path, described | changes, plain, fused)
     config, meant = write_head(tmp_path, unquantized)
-    monkeypatch.setattr("specbatch.models.layers.blocks.keeps_quantized", lambda device: keeps)
+    stay_quantized(keeps)
     checkpoint = open_checkpoint(str(tmp_path))
     target = decoder_of(checkpoint)
     lines: list[str] = []
@@ -234,17 +242,17 @@ def test_fp8_mtp_head_matches_dequantized_head(
     assert (ours - expected).abs().max() < 2e-5 * expected.abs().max()
     types = {type(part) for part in vars(head._layers[0].join).values()}
     assert types == ({FP8Linear} if joined and keeps else {Linear})
-    assert (head._layers[0].layer.mlps[0].experts.up.scales is not None) is keeps
+    assert isinstance(head._layers[0].layer.mlps[0].experts.weights.up, FP8Weight) is keeps
 
 
-def test_fp8_mtp_head_takes_half_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_mtp_head_takes_half_the_memory(tmp_path: Path, stay_quantized: Callable[..., None]) -> None:
     described, plain, fused, _ = CASES["next"]
     write(tmp_path, {**described, "hidden_size": 256}, plain, fused)
     config, meant = write_head(tmp_path, {"mtp.fc.weight"})
     found = mtp_config(open_checkpoint(str(tmp_path)).config, open_checkpoint(str(tmp_path)).mtp)
     count = sum(item.numel() for item in meant.values())
     assert weight_bytes(found, torch.bfloat16, CPU) == weight_bytes(config, torch.bfloat16, CPU) == 2 * count
-    monkeypatch.setattr("specbatch.runtime.loader.keeps_quantized", lambda device: True)
+    stay_quantized()
     small = [256 * 256, *[128 * 256] * 9, *[384 * 256] * 3]  # o_proj, experts, shared
     scales = 4 * sum(item // 128**2 for item in small)
     assert weight_bytes(found, torch.bfloat16, CPU) == 2 * count - sum(small) + scales
@@ -260,7 +268,7 @@ def test_dummy_mtp_head_is_created_on_the_targets_device(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("specbatch.weights.dummy.random_tensor", random)
     monkeypatch.setattr("specbatch.drafters.mtp.feature_chain", lambda head, *_, **__: head)
-    monkeypatch.setattr(Reader, "_checked", lambda self, name, values: values)  # nothing has a value here
+    monkeypatch.setattr(Reader, "finite", lambda self, name, values: values)  # nothing has a value here
     config = ModelConfig.from_dict(NEXT | {"dtype": "bfloat16"})
     checkpoint = DummyCheckpoint(config, name="next", seed=1, tokenizer=None, device="meta")
     target = decoder_of(checkpoint, dtype=torch.bfloat16, device=torch.device("meta"))
@@ -276,12 +284,12 @@ def test_dummy_mtp_head_is_created_on_the_targets_device(monkeypatch: pytest.Mon
     assert {"mtp.fc.weight", "mtp.layers.0.mlp.experts.gate_up_proj"} <= set(made)
 
 
-def test_fp8_weights_stay_fp8_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp8_weights_stay_fp8_in_memory(tmp_path: Path, stay_quantized: Callable[..., None]) -> None:
     meant = write(tmp_path, QWEN3, ["lm_head", "model.layers.1.mlp"], False)
     checkpoint = open_checkpoint(str(tmp_path))
     count = sum(item.numel() for item in meant.values())
     assert weight_bytes(checkpoint.config, torch.bfloat16, CPU) == 2 * count
-    monkeypatch.setattr("specbatch.runtime.loader.keeps_quantized", lambda device: True)
+    stay_quantized()
     # 160 rows may have to be split, and are planned as dequantized; 160 columns are two blocks.
     small = 2 * 160 * (256 + 128 + 128) + 2 * 160 * 256
     scales = 2 * (4 + 2 + 2) + 2 * 4
@@ -311,10 +319,12 @@ def test_fp8_weights_and_scales_must_match(tmp_path: Path, name: str, change: An
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
-def test_nan_fp8_weights_are_refused(keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_fp8_weights_are_refused(
+    keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stay_quantized: Callable[..., None]
+) -> None:
     """In any part of a fused tensor; GEMMs would read it as 480."""
-    monkeypatch.setattr("specbatch.models.layers.blocks.keeps_quantized", lambda device: keeps)
-    monkeypatch.setattr("specbatch.kernels.gemm.quantized.weight._PART", 1000)
+    stay_quantized(keeps)
+    monkeypatch.setattr("specbatch.kernels.gemm.quantized.fp8_linear._PART", 1000)
     write(tmp_path, QWEN3, ["lm_head"], False)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors[NAME].view(torch.uint8)[100, 3] = 255
@@ -325,9 +335,9 @@ def test_nan_fp8_weights_are_refused(keeps: bool, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
-def test_blocks_of_compressed_tensors(keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_compressed_tensors(keeps: bool, tmp_path: Path, stay_quantized: Callable[..., None]) -> None:
     """The same scales by another name."""
-    monkeypatch.setattr("specbatch.models.layers.blocks.keeps_quantized", lambda device: keeps)
+    stay_quantized(keeps)
     meant = write(tmp_path, QWEN3, ["lm_head"], False)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({name.removesuffix("_inv"): item for name, item in tensors.items()}, tmp_path / "model.safetensors")
@@ -346,8 +356,8 @@ def test_file_decides_which_weights_are_fp8(tmp_path: Path) -> None:
     described["quantization_config"]["modules_to_not_convert"] = None
     (tmp_path / "config.json").write_text(json.dumps(described))
     checkpoint = open_checkpoint(str(tmp_path))
-    assert f"{NAME}_scale_inv" not in checkpoint.config.tensor_shapes()
-    assert f"{NAME.replace('1', '0')}_scale_inv" in checkpoint.config.tensor_shapes()
+    assert f"{NAME}_scale_inv" not in tensor_shapes(checkpoint.config)
+    assert f"{NAME.replace('1', '0')}_scale_inv" in tensor_shapes(checkpoint.config)
     assert torch.equal(checkpoint.tensor(NAME), meant[NAME])
 
 

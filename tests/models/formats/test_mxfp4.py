@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from uncached import decoder_of, logits_of
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.quantized.mxfp4 import dequantize_mxfp4, pack_mxfp4
 from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.models.decoder import parameter_count
 from specbatch.models.layers.moe import MoeMlp
 from specbatch.runtime.loader import quantization_lines, weight_bytes
 from specbatch.weights import open_checkpoint
@@ -73,8 +75,8 @@ def logits(path: Path, tokens: torch.Tensor, ranks: ThreadCommunicator | None = 
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
-def test_logits_are_those_of_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
-    monkeypatch.setattr("specbatch.models.layers.blocks.keeps_mxfp4", lambda device: keeps)
+def test_logits_are_those_of_transformers(folder: Path, stay_quantized: Callable[..., None], keeps: bool) -> None:
+    stay_quantized(keeps)
     quantization = hf.Mxfp4Config(dequantize=True)
     theirs = hf.GptOssForCausalLM.from_pretrained(
         folder, dtype=torch.float32, quantization_config=quantization, attn_implementation="eager"
@@ -90,9 +92,8 @@ def test_logits_are_those_of_transformers(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
-def test_plan_counts_the_memory_of_experts(folder: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool) -> None:
-    for module in ("models.layers.blocks", "runtime.loader"):
-        monkeypatch.setattr(f"specbatch.{module}.keeps_mxfp4", lambda device: keeps)
+def test_plan_counts_the_memory_of_experts(folder: Path, stay_quantized: Callable[..., None], keeps: bool) -> None:
+    stay_quantized(keeps)
     checkpoint = open_checkpoint(str(folder))
     config = checkpoint.config
     model = decoder_of(checkpoint, dtype=torch.bfloat16)
@@ -100,13 +101,13 @@ def test_plan_counts_the_memory_of_experts(folder: Path, monkeypatch: pytest.Mon
     for layer in model.layers:
         [mlp] = layer.mlps
         assert isinstance(mlp, MoeMlp)
-        stacks += [mlp.experts.up, mlp.experts.down]
-    held = sum(part.nbytes for stack in stacks for part in (stack.values, stack.scales) if part is not None)
+        stacks += [mlp.experts.weights.up, mlp.experts.weights.down]
+    held = sum(part.nbytes for stack in stacks for part in stack.tensors)
     values = sum(math.prod(stack.shape) for stack in stacks)
     shapes = [stack.shape for stack in stacks]
     packed = sum(count * rows * (-(-inputs // 128) * 64 + inputs // 32) for count, rows, inputs in shapes)
     assert held == (packed if keeps else 2 * values)
-    assert weight_bytes(config, torch.bfloat16, CPU) == held + 2 * (config.parameter_count() - values)
+    assert weight_bytes(config, torch.bfloat16, CPU) == held + 2 * (parameter_count(config) - values)
     [line] = quantization_lines(model, config, loads=(True, False), quantizes=False)
     stored = "kept" if keeps else "dequantized to bfloat16, as this device has no MXFP4 GEMM"
     assert line == f"MXFP4 weights: {stored}"

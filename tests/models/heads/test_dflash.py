@@ -22,7 +22,8 @@ from block_configs import (
 
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.attention.verify.verify_attention import Mask
+from specbatch.kernels.attention.queries import Mask
+from specbatch.models.decoder import parameter_count, tensor_shapes
 from specbatch.models.heads.dflash import DFlashConfig, published_layers, published_shape
 from specbatch.weights import open_checkpoint
 
@@ -51,7 +52,7 @@ def test_published_config() -> None:
     assert config.target_layers == (1, 9, 17, 25, 33)
     assert config.masks == (Mask(causal=False, window=None),) * 5
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.rope.theta) == (32, 8, 128, 1e6)
-    weights = config.parameter_count() - 5 * 2 * 1024 * 4096  # keys and values are counted twice
+    weights = parameter_count(config) - 5 * 2 * 1024 * 4096  # keys and values are counted twice
     assert weights == pytest.approx(1.05e9, rel=0.01)
 
 
@@ -197,10 +198,10 @@ def test_layers_that_do_not_fit_are_named_as_in_the_file() -> None:
 
 def test_plan_and_log_of_a_dummy() -> None:
     plan, text = planned("dflash", "qwen3-8b")
-    assert (plan.drafted, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (15, 5, False, (1, 9, 17, 25, 33))
+    assert (plan.num_drafts, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (15, 5, False, (1, 9, 17, 25, 33))
     for part in ("layers 1, 9, 17, 25, 33", "block of 16", "151669", "theta 1e+06", "32 heads of 128, 8 for keys"):
         assert part in text
-    assert planned("dflash", "qwen3-8b", draft_tokens=7)[0].drafted == 7
+    assert planned("dflash", "qwen3-8b", draft_tokens=7)[0].num_drafts == 7
     for asked, message in (
         ({"draft_tokens": 7, "draft_steps": 7}, "draft_steps=7: a block is drafted in one pass"),
         ({"draft_tokens": 16}, "draft_tokens=16: the draft's block size is 16; use at most 15"),
@@ -228,7 +229,7 @@ def test_number_of_drafts_that_it_was_published_with(
     table = {"proposal_methods": [method], "default_proposal_method": "greedy"}
     (tmp_path / "config.json").write_text(json.dumps(speculators(speculators_config=table)))
     plan, text = planned("dflash", "qwen3-8b", draft=str(tmp_path / "config.json"), **asked)
-    assert plan.drafted == drafted
+    assert plan.num_drafts == drafted
     assert logged in text
 
 
@@ -282,7 +283,7 @@ def test_reduced_vocabulary_is_read_and_checked(tmp_path: Path) -> None:
         return planned("dflash", "toy", draft=str(tmp_path), load_format="auto")
 
     plan, text = planned_with(ids)
-    assert plan.config.tensor_shapes()["lm_head.weight"] == (50, 64)
+    assert tensor_shapes(plan.config)["lm_head.weight"] == (50, 64)
     assert "50 of 257 tokens drafted" in text
     for wrong in (ids.clamp(min=7), ids + 200):
         with pytest.raises(SpecbatchError, match="d2t must have offsets to 50 different tokens of 257"):

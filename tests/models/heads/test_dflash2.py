@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from specbatch import EngineConfig, Speculation
 from specbatch.drafters import dflash2
 from specbatch.errors import SpecbatchError
+from specbatch.models.decoder import tensor_shapes, weight_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
 from specbatch.weights import open_checkpoint
@@ -33,7 +34,7 @@ def changed(**inside: Any) -> dict[str, Any]:
 
 
 def test_names_and_shapes_are_those_of_published_files() -> None:
-    shapes = DFlash2Config.from_dict(SMALL).weight_shapes()
+    shapes = weight_shapes(DFlash2Config.from_dict(SMALL))
     assert shapes["layers.1.attention_conv.base_kernel"] == shapes["layers.0.mlp_conv.base_kernel"] == (2, 2, 64)
     assert shapes["layers.0.mlp_conv.kernel_projection.weight"] == (2 * 2 * 4, 64)
     assert shapes["candidate_selector.predecessor_codebook"] == (257, 6)
@@ -71,7 +72,7 @@ def test_dflash_refers_to_it() -> None:
 
 def test_folder_is_read_and_checked(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    shapes = DFlash2Config.from_dict(SMALL).tensor_shapes()
+    shapes = tensor_shapes(DFlash2Config.from_dict(SMALL))
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     asked = Speculation("dflash2", draft=str(tmp_path))
 
@@ -79,7 +80,7 @@ def test_folder_is_read_and_checked(tmp_path: Path) -> None:
         save_file(found, tmp_path / "model.safetensors")
         lines: list[str] = []
         config = EngineConfig(model=target, device="cpu", speculation=asked)
-        assert dflash2.plan(open_checkpoint(target, "dummy"), config, lines.append).drafted == 7
+        assert dflash2.plan(open_checkpoint(target, "dummy"), config, lines.append).num_drafts == 7
         return "\n".join(lines)
 
     text = planned(tensors, "toy")

@@ -20,7 +20,8 @@ from block_configs import (
 )
 
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.attention.verify.verify_attention import Mask
+from specbatch.kernels.attention.queries import Mask
+from specbatch.models.decoder import weight_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dspark import DSparkConfig, published_shape
 from specbatch.weights import open_checkpoint
@@ -42,10 +43,10 @@ def test_published_config() -> None:
     assert (config.block_size, config.most_drafts, config.mask_token, config.target_depth) == (7, 7, 151669, 36)
     assert (config.target_layers, config.masks) == ((1, 9, 17, 25, 33), (Mask(causal=False, window=None),) * 5)
     assert (config.markov_rank, config.markov_head, config.confidence_inputs) == (256, "vanilla", 4096 + 256)
-    shapes = config.weight_shapes()
+    shapes = weight_shapes(config)
     assert shapes["markov_head.markov_w1.weight"] == shapes["markov_head.markov_w2.weight"] == (151936, 256)
     assert (shapes["confidence_head.proj.weight"], shapes["confidence_head.proj.bias"]) == ((1, 4352), (1,))
-    assert config.divided(8).weight_shapes()["markov_head.markov_w2.weight"] == (151936 // 8, 256)
+    assert weight_shapes(config.divided(8))["markov_head.markov_w2.weight"] == (151936 // 8, 256)
     assert "vanilla Markov head of rank 256; a confidence head" in "\n".join(config.lines())
 
 
@@ -79,9 +80,9 @@ def test_speculators_format() -> None:
     found, same = (vars(config) for config in (DSparkConfig.from_dict(speculators()), read()))
     assert {key for key in same if found[key] != same[key]} == {"features", "target_depth"}
     fewer = DSparkConfig.from_dict(speculators(sample_from_anchor=False, draft_vocab_size=32000))
-    assert (fewer.most_drafts, fewer.weight_shapes()["markov_head.markov_w2.weight"]) == (6, (32000, 256))
+    assert (fewer.most_drafts, weight_shapes(fewer)["markov_head.markov_w2.weight"]) == (6, (32000, 256))
     plain = DSparkConfig.from_dict(speculators(confidence_head_bias=False, confidence_head_with_markov=False))
-    shapes = plain.weight_shapes()
+    shapes = weight_shapes(plain)
     assert shapes["confidence_head.proj.weight"] == (1, 4096)
     assert "confidence_head.proj.bias" not in shapes
 
@@ -91,7 +92,7 @@ def test_without_a_markov_head_it_is_a_dflash_draft() -> None:
     plain = QWEN3_8B_B7 | {"markov_rank": 0, "enable_confidence_head": False}
     config = DFlashConfig.from_dict(plain)
     assert (config.most_drafts, config.from_anchor, config.is_spare("lm_head.weight")) == (7, True, True)
-    assert not any(name.startswith("markov") for name in config.weight_shapes())
+    assert not any(name.startswith("markov") for name in weight_shapes(config))
     assert DFlashConfig.from_dict(speculators(markov_rank=0)).most_drafts == 7
     for reader, raw, message in (
         (DSparkConfig, plain, "algorithm='dspark': the draft has neither Markov head nor selector; use 'dflash'"),
@@ -131,7 +132,7 @@ def test_dummy_has_the_published_shape() -> None:
 
 def test_plan_and_log_of_a_dummy() -> None:
     plan, text = planned("dspark", "qwen3-8b")
-    assert (plan.drafted, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (7, 5, False, (1, 9, 17, 25, 33))
+    assert (plan.num_drafts, plan.kv_layers, plan.needs_all_hidden, plan.aux) == (7, 5, False, (1, 9, 17, 25, 33))
     for part in ("layers 1, 9, 17, 25, 33", "block of 7", "151669", "7 drafts", "rank 256"):
         assert part in text
     with pytest.raises(SpecbatchError, match="draft_tokens=8: the draft's block size is 7; use at most 7"):

@@ -13,9 +13,10 @@ from transformers.modeling_layers import MtpModel
 from uncached import decoder_of, features_of
 
 from specbatch.errors import SpecbatchError
+from specbatch.models.decoder import tensor_shapes
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.heads.layer_mtp import Mtp, mtp_config, own_tensors
-from specbatch.models.layers.blocks import Reader
+from specbatch.models.weight_reader import Reader
 from specbatch.weights import open_checkpoint
 from specbatch.weights.folder import check_tensors
 
@@ -85,7 +86,7 @@ def test_head_computes_what_transformers_does(name: str, layers: int, tmp_path: 
     ours = decoder_of(checkpoint)
     found = own_tensors(checkpoint.config, checkpoint.mtp)
     config = mtp_config(checkpoint.config, found, layers)
-    check_tensors(config.tensor_shapes(), found, "the head")
+    check_tensors(tensor_shapes(config), found, "the head")
     reader = Reader(config, checkpoint.tensor, torch.float32, CPU)  # type: ignore[arg-type]
     mine = Mtp(reader, ours, 32)
     hidden = features_of(ours, tokens).last
@@ -113,4 +114,4 @@ def test_heads_of_other_shapes_are_refused(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path))
     found = own_tensors(checkpoint.config, checkpoint.mtp)
     with pytest.raises(SpecbatchError, match=r"eh_proj\.weight is missing"):
-        check_tensors(mtp_config(checkpoint.config, found).tensor_shapes(), found, "the head")
+        check_tensors(tensor_shapes(mtp_config(checkpoint.config, found)), found, "the head")

@@ -16,10 +16,12 @@ from specbatch.cli.app import app
 from specbatch.jobs.output_files import read_output
 from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
+from specbatch.records.sweep_plan import Point
 from specbatch.sweeps.bench import limits
 from specbatch.sweeps.bench.tables import load_sections, write_tables
 from specbatch.sweeps.report.report import write_report
-from specbatch.sweeps.run import loading, runner
+from specbatch.sweeps.run import loading
+from specbatch.sweeps.run.benchmark import BenchmarkPrompts
 from specbatch.weights.dummy import SHAPES
 
 SMALL = {
@@ -179,17 +181,17 @@ def test_a_step_needs_enough_iterations_of_all_requests(run: Callable[..., Resul
 def test_a_point_that_fails_is_in_the_table_and_runs_again(
     run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, calls = runner._measure, []
+    measure, calls = BenchmarkPrompts.measure, []
 
-    def fail(engine: Any, *rest: Any) -> Any:
-        calls.append(rest[3])
-        if rest[3] == 3 and engine.config.speculation.schedule == "v1":
+    def fail(prompts: BenchmarkPrompts, engine: Any, point: Point, count: Any) -> Any:
+        calls.append(point.concurrency)
+        if breaks and (point.configuration, point.concurrency) == ("v1", 3):
             raise torch.OutOfMemoryError("no room for 3\nand more lines")
-        return measure(engine, *rest)
+        return measure(prompts, engine, point, count)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "_measure", fail)
-        result = run(sections="decode", repeats=2)
+    breaks = True
+    monkeypatch.setattr(BenchmarkPrompts, "measure", fail)
+    result = run(sections="decode", repeats=2)
     assert result.exit_code == 1
     rows = rows_of()
     broken = rows["decode", "3", "v1"]
@@ -198,10 +200,10 @@ def test_a_point_that_fails_is_in_the_table_and_runs_again(
     assert rows["decode", "3", "v2"]["step_s"]
     assert rows["decode", "3", "v2"]["ratio"] == ""  # nothing to compare with
     text = Path("out/summary.md").read_text()
-    assert "FAILED: v1 at concurrency 3, repeat 1: OutOfMemoryError: no room for 3" in text
+    assert "FAILED: v1 at concurrency 3, repeat 1, and 1 other point: OutOfMemoryError: no room for 3" in text
     assert calls == [1, 1, 1, 1, 3, 3, 3]  # the second repeat would fail, too
     calls.clear()
-    monkeypatch.setattr(runner, "_measure", lambda *words: (calls.append(words[4]), measure(*words))[1])
+    breaks = False
     assert run(sections="decode", repeats=2).exit_code == 0
     assert calls == [3, 3]  # what was measured stays
     assert rows_of()["decode", "3", "v1"]["step_s"]
@@ -226,15 +228,15 @@ def test_an_engine_that_cannot_be_built_fails_its_points_only(
 
 @pytest.mark.slow
 def test_an_interrupted_bench_continues(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, calls = runner._measure, []
+    measure, calls = BenchmarkPrompts.measure, []
 
-    def stop(*words: Any) -> Any:
-        calls.append(words[4])
+    def stop(prompts: BenchmarkPrompts, engine: Any, point: Point, count: Any) -> Any:
+        calls.append(point.concurrency)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return measure(*words)
+        return measure(prompts, engine, point, count)
 
-    monkeypatch.setattr(runner, "_measure", stop)
+    monkeypatch.setattr(BenchmarkPrompts, "measure", stop)
     result = run(sections="decode,ttft", ttft_tokens="5")
     assert result.exit_code == 130
     assert "interrupted; kept 1 finished point and the tables in out" in result.stderr

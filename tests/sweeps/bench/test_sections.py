@@ -14,7 +14,8 @@ from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.engine.setup import memory_plan, prepare
 from specbatch.errors import SpecbatchError
 from specbatch.runtime import device as devices
-from specbatch.sweeps.bench.sections import BenchOptions, plan_bench
+from specbatch.sweeps.bench.options import BenchOptions
+from specbatch.sweeps.bench.sections import plan_bench
 from specbatch.weights.dummy import SHAPES
 
 EAGLE3 = Speculation("eagle3", draft="dummy", simulate_accept_length=2.0)
@@ -30,7 +31,7 @@ def test_engines_have_room_for_their_points_and_no_more() -> None:
     configs = configs_of(TOY, ttft_tokens=(1500,))
     assert list(configs) == ["v1", "v2", "v2, 16 rows"]
     verify = configs["v2, 16 rows"]
-    assert verify.speculation.drafted == 15
+    assert verify.speculation.num_drafts == 15
     assert {config.max_model_len for config in configs.values()} == {1508}
     assert configs["v1"].max_running == 128
     assert configs["v1"].kv_pages == 128 * -(-(1280 + 2) // 16)
@@ -66,7 +67,7 @@ def test_drafting_is_compared_with_a_baseline() -> None:
 
 def test_a_block_draft_sets_its_draft_length() -> None:
     base = replace(TOY, speculation=Speculation("dflash", draft="dummy"))
-    assert configs_of(base, sections=("decode",))["v2"].speculation.drafted == 15
+    assert configs_of(base, sections=("decode",))["v2"].speculation.num_drafts == 15
 
 
 def test_prefill_graphs_are_measured_where_prompts_are(monkeypatch: pytest.MonkeyPatch) -> None:

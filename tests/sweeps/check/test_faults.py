@@ -15,7 +15,7 @@ from stand_ins import fake_graphs, late_results
 from targets import SPECULATIONS, TARGETS, Targets
 
 from specbatch.config.engine_config import Graphs
-from specbatch.memory.page_pool import pages_for, reach_of
+from specbatch.memory.page_pool import pages_for, reserved_length
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.report import CheckReport
 from specbatch.sweeps.check.run import run_check
@@ -60,7 +60,7 @@ def test_engine_without_a_fault_passes(
     drafter = random.choice(list(SPECULATIONS))
     page_size = random.choice([1, 2, 4, 16])
     slots = max(16, slots_per_step(**SPECULATIONS[drafter]))  # drafts made in one pass reserve up to 16
-    need = pages_for(reach_of(LONGEST, slots), page_size)
+    need = pages_for(reserved_length(LONGEST, slots), page_size)
     report = check(
         targets,
         tmp_path,

@@ -19,13 +19,13 @@ from specbatch.cli.app import app
 from specbatch.config.engine_config import Graphs
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.engine.device import acceptance
-from specbatch.jobs.configurations import load_engine
 from specbatch.records.store import load_record
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.prompts import random_prompts
 from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.run import _compare, run_check
 from specbatch.sweeps.check.verdict import Places
+from specbatch.sweeps.run.loading import load_engine
 
 SPECULATIONS = {
     "none": Speculation(),

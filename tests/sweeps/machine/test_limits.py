@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specbatch.models.config import ModelConfig
+from specbatch.models.decoder import tensor_shapes
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth, gemm_seconds, measure_machine
 from specbatch.weights.dummy import SHAPES
 
@@ -22,7 +23,7 @@ def test_gemm_time_covers_every_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specbatch.sweeps.machine.limits.F.linear", lambda x, w: calls.append((x.shape[0], w.numel())))
     monkeypatch.setattr("specbatch.sweeps.machine.limits.median_seconds", lambda run, device, repeats: run())
     gemm_seconds(model, 5, torch.float32, torch.device("cpu"), head_rows=2)
-    matrices = [shape for shape in model.tensor_shapes().values() if len(shape) == 2]
+    matrices = [shape for shape in tensor_shapes(model).values() if len(shape) == 2]
     assert sum(size for _, size in calls) == sum(a * b for a, b in matrices) - 257 * 64  # no embedding table
     assert {rows for rows, _ in calls[:-1]} == {5}
     assert calls[-1] == (2, 257 * 64)

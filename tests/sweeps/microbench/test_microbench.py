@@ -14,20 +14,8 @@ from specbatch.sweeps.microbench import runner
 from specbatch.sweeps.microbench.__main__ import app
 from specbatch.sweeps.microbench.runner import Case, Table
 
-KERNELS = (
-    "accept",
-    "attention",
-    "attention-tiles",
-    "deterministic",
-    "equal-rows",
-    "gemm",
-    "gemm-tiles",
-    "moe",
-    "prefill",
-    "prefill-kernels",
-    "recurrent",
-    "step-kernels",
-)
+ON_A_CPU = {"acceptance", "cpu-decode", "cpu-gemm", "http-client", "job-memory", "state-sizes"}
+KERNELS = sorted({str(command.name) for command in app.registered_commands} - ON_A_CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -19,8 +19,9 @@ from specbatch.records.differences import shortened_pair
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.verdicts import LOSES, NOT_INTERLEAVED, NOT_JUDGED, ONE_REPEAT, PAYS, UNDECIDED
-from specbatch.sweeps.report.compare import COMPARED, Comparison, Row, _reading, compare
-from specbatch.sweeps.report.tables import load_records, speedups_of, write_summary
+from specbatch.sweeps.report.compare import COMPARED, Comparison, Row, compare, reading_notes
+from specbatch.sweeps.report.points import load_records, speedups_of
+from specbatch.sweeps.report.tables import write_summary
 
 
 def row_of(result: Comparison, metric: str, size: int | str = 4) -> Row:
@@ -231,8 +232,9 @@ def test_expected_false_positives_are_noted(tmp_path):
     many = f"Of {len(judged)} intervals at 95%, about {round(len(judged) / 20)} would exclude"
     assert f"{many} 1 by chance" in result.markdown()
     differences = [replace(row, ratio=None) for row in judged]
-    assert f"{many} zero by chance" in "".join(_reading(differences, {}))
-    assert f"{many} 1 (those of differences: zero) by chance" in "".join(_reading([judged[0], *differences[1:]], {}))
+    assert f"{many} zero by chance" in "".join(reading_notes(differences, {}))
+    mixed = reading_notes([judged[0], *differences[1:]], {})
+    assert f"{many} 1 (those of differences: zero) by chance" in "".join(mixed)
 
 
 def test_failed_unfinished_and_unreplayed_points_are_noted(tmp_path):

@@ -21,8 +21,8 @@ from swept import DRAFTS, swept
 from specbatch.records.verdicts import Speedup
 from specbatch.sweeps.report import plot_style, plots
 from specbatch.sweeps.report.plot_style import BLUE, GREEN, INK, KNOWN, PURPLE, VERMILLION, marks
+from specbatch.sweeps.report.points import speedups_of
 from specbatch.sweeps.report.speedup_plot import speedup_plot
-from specbatch.sweeps.report.tables import speedups_of
 
 NAMES = ("baseline", "v1", "v2")
 SIZES = (1, 4)

@@ -16,10 +16,12 @@ from swept import saved, swept
 
 from specbatch.errors import SpecbatchError
 from specbatch.files.atomic_file import UnwritableError
-from specbatch.sweeps.report.headline import headline
+from specbatch.sweeps.report.heading import about
+from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.report import command_of, draw_all, page, warnings_of, write_report
+from specbatch.sweeps.report.sentences import headline
 from specbatch.sweeps.report.serving import serving_rows
-from specbatch.sweeps.report.tables import about, load_records, write_summary
+from specbatch.sweeps.report.tables import write_summary
 
 NAMES = ("baseline", "v2+piecewise", "mine draft-tokens=3 draft-topk=10 attention-backend=triton")
 RECORDS = [swept(name, concurrency) for concurrency in (1, 4) for name in NAMES]
@@ -41,12 +43,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def document(folder):
     return parser.fromstring((folder / "report.html").read_text())
-
-
-@pytest.fixture
-def no_plots(monkeypatch):
-    """Drawing takes most of the time of a report."""
-    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])
 
 
 def html_of(records):

@@ -11,9 +11,10 @@ from swept import saved, swept
 
 from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, UNDECIDED
 from specbatch.sweeps.report.compare import compare
-from specbatch.sweeps.report.headline import headline
+from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.report import table_files
-from specbatch.sweeps.report.tables import as_json, load_records, markdown, table
+from specbatch.sweeps.report.sentences import headline
+from specbatch.sweeps.report.tables import as_json, markdown, table
 
 SPEED = "output_throughput"
 

@@ -12,12 +12,15 @@ from fake_ray import FakeActor, FakeRay
 
 from specbatch import EngineConfig, SpecbatchError, Speculation
 from specbatch.errors import FailedError
+from specbatch.records.run_record import RunRecord
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Point, points
 from specbatch.replicas import ray_cluster
 from specbatch.replicas.cluster import Cluster
+from specbatch.sweeps.report.tables import write_summary
 from specbatch.sweeps.run import blocks
-from specbatch.sweeps.run.runner import SweepOptions, measured_points, run_sweep
+from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
+from specbatch.sweeps.run.sweep import run_sweep, run_workloads
 from specbatch.sweeps.workload.workloads import Workload
 
 BASE = EngineConfig(model="toy", load_format="dummy", device="cpu", prefix_cache=False)
@@ -28,20 +31,22 @@ BLOCKS = [(concurrency, repeat) for concurrency in (1, 2) for repeat in (1, 2)]
 
 
 class Runs:
-    """What the workers of a stand-in for Ray measure. lose: called with a worker's number and a point before it."""
+    """What the workers of a stand-in for Ray measure. lose: called with a worker's number and a point after it."""
 
     def __init__(self, ray: FakeRay) -> None:
         self.ray = ray
         self.measured: list[tuple[int, Point]] = []
         self.lose = lambda worker, point: False
 
-    def measure(self, configs: Any, engines: Any, options: Any, left: list[Point], *rest: Any) -> Any:
-        worker = next(number for number, actor in enumerate(self.ray.actors) if actor.made._engines is engines)
-        for point, record in measured_points(configs, engines, options, left, *rest):
-            if self.lose(worker, point):
-                self.ray.actors[worker].lose("node")
-            self.measured.append((worker, point))
-            yield point, record
+    def measure(self, engine: Any, point: Point, record: RunRecord) -> None:
+        each = enumerate(actor.made.engines for actor in self.ray.actors)
+        worker = next(number for number, engines in each if engine in (engines or {}).values())
+        if self.lose(worker, point):
+            self.ray.actors[worker].lose("node")
+        self.measured.append((worker, point))
+
+    def __call__(self, folder: Path, **how: Any) -> None:
+        run_workloads(CONFIGS, {folder: Benchmark(OPTIONS, self.measure)}, cluster=CLUSTER, **how)
 
 
 @pytest.fixture
@@ -50,9 +55,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
     monkeypatch.setattr(ray_cluster, "node", lambda: "10.0.0.7")
     monkeypatch.setattr(blocks, "node", lambda: "10.0.0.7")
-    found = Runs(ray)
-    monkeypatch.setattr(blocks, "measured_points", found.measure)
-    return found
+    return Runs(ray)
 
 
 def errors(folder: Path) -> list[str | None]:
@@ -67,8 +70,8 @@ def actors_ended(actors: list[FakeActor]) -> bool:
 @pytest.mark.slow
 def test_each_block_is_measured_on_one_worker_and_all_end(runs: Runs, tmp_path: Path) -> None:
     reported: list[tuple[int, int]] = []
-    summary = run_sweep(CONFIGS, OPTIONS, tmp_path, cluster=CLUSTER, report=lambda *at, **_: reported.append(at))
-    assert "| v2 " in summary
+    runs(tmp_path, report=lambda *at, **_: reported.append(at))
+    assert "| v2 " in write_summary(tmp_path)
     assert errors(tmp_path) == [None] * 8
     assert len({point for _, point in runs.measured}) == len(runs.measured) == 8
     for block in BLOCKS:
@@ -81,7 +84,7 @@ def test_each_block_is_measured_on_one_worker_and_all_end(runs: Runs, tmp_path: 
 def test_a_block_of_a_lost_worker_runs_again_on_another(runs: Runs, tmp_path: Path) -> None:
     runs.lose = lambda worker, point: worker == 0 and point.configuration == "v2"
     lines: list[str] = []
-    run_sweep(CONFIGS, OPTIONS, tmp_path, cluster=CLUSTER, log=lines.append)
+    runs(tmp_path, log=lines.append)
     assert errors(tmp_path) == [None] * 8
     assert len(runs.ray.actors) == 3
     assert "a worker ended (its node on 10.0.0.7 was lost); starting another" in lines
@@ -96,16 +99,16 @@ def test_a_block_that_ends_three_workers_is_named_and_the_same_command_runs_it(r
     runs.lose = lambda worker, point: point == Point("v2", 1, 2, 1)
     named = "concurrency 2, repeat 1 ended 3 workers; the last: its node on 10.0.0.7 was lost; the same command"
     with pytest.raises(FailedError, match=named):
-        run_sweep(CONFIGS, OPTIONS, tmp_path, cluster=CLUSTER)
+        runs(tmp_path)
     assert len(list(tmp_path.rglob("record.json"))) == 6
     runs.lose = lambda worker, point: False
     runs.measured.clear()
     runs.ray.actors.clear()
-    run_sweep(CONFIGS, OPTIONS, tmp_path, cluster=CLUSTER)
+    runs(tmp_path)
     assert [point for _, point in runs.measured] == [Point("baseline", 0, 2, 1), Point("v2", 1, 2, 1)]
     shutil.rmtree(Point("v2", 1, 1, 2).folder(tmp_path))
     every = list(points(CONFIGS, OPTIONS))
-    assert blocks.unfinished_blocks(every, tmp_path) == [(Point("baseline", 0, 1, 2), Point("v2", 1, 1, 2))]
+    assert blocks.unfinished_blocks(every, tmp_path) == [(Point("v2", 1, 1, 2), Point("baseline", 0, 1, 2))]
     assert actors_ended(runs.ray.actors)
 
 

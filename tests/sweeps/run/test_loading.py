@@ -9,9 +9,9 @@ import pytest
 from specbatch import SamplingParams
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
-from specbatch.jobs.configurations import named
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.sweeps.run import loading
+from specbatch.sweeps.run.configurations import named
 from specbatch.sweeps.run.loading import loaded, shares_of
 
 BASE = EngineConfig(
@@ -27,7 +27,7 @@ def test_engines_that_run_in_turn_use_one_pool() -> None:
     configs, failed = named(BASE, ["v2+piecewise", "baseline", "v1", "v2"]), dict[str, str]()
     with loaded(configs, None, failed=failed) as engines:
         assert [*engines] == ["baseline", "v1", "v2"]
-        first, *others = (engine._worker.decode_step.cache for engine in engines.values())  # type: ignore[attr-defined]
+        first, *others = (engine.parts.worker.decode_step.cache for engine in engines.values())  # type: ignore[attr-defined]
         assert all(other.keys is first.keys and other.values is first.values for other in others)
         assert len({engine.caps["kv_pages"] for engine in engines.values()}) == 1
         tokens = [
@@ -42,7 +42,7 @@ def test_engines_with_a_prefix_cache_have_pools_of_their_own() -> None:
     configs = named(replace(BASE, prefix_cache=True), ["baseline", "v2"])
     assert shares_of(configs) == [MemoryShare(0, 2), MemoryShare(1, 2)]
     with loaded(configs, None) as engines:
-        first, other = (engine._worker.decode_step.cache for engine in engines.values())  # type: ignore[attr-defined]
+        first, other = (engine.parts.worker.decode_step.cache for engine in engines.values())  # type: ignore[attr-defined]
         assert other.keys is not first.keys
 
 

@@ -12,7 +12,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.records.schema import Record, checked
 from specbatch.sweeps.http import server_cache
 from specbatch.sweeps.http.engine import HttpEngine, Server
-from specbatch.sweeps.report.server_acceptance import server_acceptance
+from specbatch.sweeps.report.acceptance import server_acceptance
 
 KINDS = ("vllm", "sglang")
 LLAMACPP = "llamacpp"
@@ -238,9 +238,9 @@ def test_chat_needs_messages():
 
 def test_table_of_the_servers_own_counts():
     records = [measured(Rival(kind, DRAFTED))[1] for kind in KINDS]
-    table = server_acceptance({(1, kind): [record] * 2 for kind, record in zip(KINDS, records, strict=True)}, ["", ""])
+    table = server_acceptance({(1, kind): [record] * 2 for kind, record in zip(KINDS, records, strict=True)})
     rows = [line for line in table.splitlines() if line.startswith("|")][2:]
     assert [[cell.strip() for cell in row.split("|")[2:-1]] for row in rows] == [
         [kind, "32", "75 75 25"] for kind in KINDS
     ]
-    assert server_acceptance({(1, "none"): [measured(Rival("vllm"))[1]]}, ["", ""]) == ""
+    assert server_acceptance({(1, "none"): [measured(Rival("vllm"))[1]]}) == ""

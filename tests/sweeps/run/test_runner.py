@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from crossed import crossed, first_quick
 from thread_replicas import ThreadReplicas
 
 from specbatch import DataParallelEngine, Engine
 from specbatch.config.engine_config import EngineConfig, Speculation
-from specbatch.jobs.configurations import named
+from specbatch.records.sweep_plan import Point
+from specbatch.sweeps.run.benchmark import Benchmark, BenchmarkPrompts, SweepOptions
+from specbatch.sweeps.run.configurations import named
 from specbatch.sweeps.run.loading import loaded
-from specbatch.sweeps.run.runner import _measure, _warm_up, what_is_kept
+from specbatch.sweeps.run.sweep import what_is_kept
 from specbatch.sweeps.workload.workloads import Workload
+
+
+def prompts_of(work: Workload, engine: Any, concurrency: int) -> BenchmarkPrompts:
+    return Benchmark(SweepOptions((concurrency,), workload=work)).prepare({"v2": engine}, engine.tokenizer)
+
 
 EAGLE3 = Speculation("eagle3", draft="dummy", simulate_accept_length=2.0)
 CORPUS = Speculation("ngram", corpus="run", corpus_tokens=1024)
@@ -26,10 +35,9 @@ def test_warm_up_on_a_gpu_runs_a_full_batch(speculation: Speculation, concurrenc
         model="toy", load_format="dummy", device="cpu", page_size=4, prefill_chunk=10, speculation=speculation
     )
     work = Workload(input_len=10, output_len=200, prompts_per_concurrency=per_concurrency)
-    count = work.count(concurrency)
     with Engine(config) as engine:
         engine.caps["device"] = "cuda:0"
-        _warm_up(engine, work.prompts(engine.tokenizer, count), work.params(count), concurrency)
+        prompts_of(work, engine, concurrency).warm_up(engine, concurrency)
         counters = engine.record().counters
     assert str(concurrency) in counters["steps_by_rows"]
     # No more requests than run at once, and in a closed loop one that takes the slot of another.
@@ -42,13 +50,14 @@ def test_warm_up_gives_each_replica_a_full_batch(concurrency: int, share: int) -
         model="toy", load_format="dummy", device="cpu", prefill_chunk=10, memory_fraction=0.2, data_parallel=2
     )
     work = Workload(input_len=10, output_len=40, prompts_per_concurrency=4)
-    count = work.count(concurrency)
     with DataParallelEngine(config, starter=ThreadReplicas(2)) as engine:
         engine.caps["device"] = "cuda:0"
-        _warm_up(engine, work.prompts(engine.tokenizer, count), work.params(count), concurrency)
-        parts = engine._pool.call_all(engine._number, "record")
-    assert all(str(share) in part.counters["steps_by_rows"] for part in parts)
-    assert sum(part.counters["prefill_passes"] for part in parts) == 2 * share + 2
+        prompts_of(work, engine, concurrency).warm_up(engine, concurrency)
+        counters = engine.record().counters
+    steps, _ = counters["steps_by_rows"][str(share)]
+    assert {*counters["steps_by_rows"]} <= {*map(str, range(share + 1))}
+    assert steps > 0
+    assert counters["prefill_passes"] == 2 * share + 2
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -64,10 +73,10 @@ def test_each_repeat_begins_without_the_answers_of_earlier_ones(prefix_cache: bo
     )
     work = Workload(input_len=40, output_len=20, prompts_per_concurrency=2)
     with Engine(config) as engine:
-        prompts, params = work.prompts(engine.tokenizer, 4), work.params(4)
-        records = [_measure(engine, prompts, params, work, 2, lambda: None) for _ in range(2)]
+        made = prompts_of(work, engine, 2)
+        records = [made.measure(engine, Point("v2", 0, 2, repeat), lambda: None).record for repeat in (1, 2)]
         engine.reset_record()
-        engine.generate(prompts, params, concurrency=2)
+        engine.generate(made.prompts, made.params, concurrency=2)
         again = engine.record()
     lengths = [record.metrics["accept_length"] for record in records]
     assert lengths[0] == lengths[1] < again.metrics["accept_length"] - 1

@@ -14,9 +14,10 @@ import pytest
 from specbatch.errors import SpecbatchError
 from specbatch.evals.prompts import task_prompts
 from specbatch.jobs.prompts import read_prompts
-from specbatch.sweeps.run.runner import SweepOptions
-from specbatch.sweeps.workload.conversations import Call, label
-from specbatch.sweeps.workload.workloads import Workload, lines_of, sha256_of
+from specbatch.sweeps.run.benchmark import SweepOptions
+from specbatch.sweeps.run.conversations import Call, label
+from specbatch.sweeps.workload.heading import lines_of
+from specbatch.sweeps.workload.workloads import Workload, sha256_of
 
 TOKENIZER = types.SimpleNamespace(
     vocab_size=50, eos_ids=frozenset({3, 4}), bos_id=5, encode=lambda text, add_special_tokens=True: list(text.encode())

@@ -13,11 +13,12 @@ from crossed import first_quick
 from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.kernels.attention.deterministic import span_attention, span_attention_triton
+from specbatch.kernels.attention.deterministic.span_attention_triton import KEYS, SpanPass
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.prefill import prefill_backends
-from specbatch.kernels.attention.qkv import QKVLayout
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, PrefillInputs, QKVLayout
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, DecodeQueries, Mask
+from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef
 from specbatch.kernels.elementwise.rope import rope_table
 
 PAGE, LENGTH, LONGER = 16, 416, 600
@@ -30,9 +31,9 @@ class Case:
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, heads: int = 4, kv: int = 2, dim: int = 16,
-        window: int | None = None, sinks: bool = False, length: int = LENGTH,
+        window: int | None = None, sinks: bool = False, length: int = LENGTH, keys: int = KEYS,
     ) -> None:  # fmt: skip
-        self.window = window
+        self.window, self.keys = window, keys
         generator = torch.Generator().manual_seed(0)
         pages = 2 * -(-length // PAGE)
         self.table = (torch.randperm(pages, generator=generator) + 1).view(2, -1).to(device)
@@ -42,21 +43,18 @@ class Case:
 
     def prompt(self, start: int, end: int) -> torch.Tensor:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
-        return span_attention_triton.prefill_attention(
-            self.q[start:end], self.k, self.v, spans, window=self.window, sinks=self.sinks
-        )
+        q, window = self.q[start:end], self.window or 0
+        inputs = PrefillInputs(q, None, None, self.k, self.v, spans, window, sinks=self.sinks)
+        return span_attention_triton.prefill_attention(inputs, self.keys)
 
     def verify(self, start: int, rows: int, splits: int, tile: int | None = None) -> torch.Tensor:
         """The rows at `start` beside others of the first sequence."""
         device = self.q.device
         lengths, slots = torch.tensor([start // 2, start], device=device), torch.tensor([0, 1], device=device)
         q = torch.cat([self.q[:rows], self.q[start : start + rows]])
-        bounds = (lengths, lengths, slots, slots)
-        capacity = self.table.shape[1] * PAGE
-        return span_attention_triton._launch(
-            q, self.k, self.v, bounds, None, self.table, PAGE, capacity, rows, None, splits, tile,
-            window=self.window, sinks=self.sinks,
-        )[rows:]  # fmt: skip
+        span_pass = SpanPass.decode(DecodeQueries(self.table, slots, lengths, rows, PAGE), None)
+        how = {"window": self.window, "splits": splits, "rows": tile, "keys": self.keys}
+        return span_attention_triton.attend_to_spans(q, self.k, self.v, span_pass, sinks=self.sinks, **how)[rows:]
 
 
 @pytest.mark.parametrize(("window", "sinks"), first_quick(2, [(None, False), (5, True), (200, False), (None, True)]))
@@ -87,14 +85,16 @@ def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.d
     positions = (lengths[:, None] + torch.arange(rows, device=device)).flatten()
     qkv = torch.randn(6, 8 * 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
     caches = [(case.k.clone(), case.v.clone()) for _ in range(2)]
-    out = span_attention_triton.decode_attention(queries)(qkv, layout, positions, *caches[0], Mask())
-    expected = DecodeAttentionRef(queries, 2, dtype)(qkv, layout, positions, *caches[1], Mask())
+    attend = span_attention_triton.decode_attention(queries)
+    inputs = AttentionInputs(qkv, layout, positions, *caches[0])
+    out = attend(inputs, Mask())
+    expected = DecodeAttentionRef(queries, 2, dtype)(AttentionInputs(qkv, layout, positions, *caches[1]), Mask())
     torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE[dtype])
     for cache, other in zip(*caches, strict=True):
         torch.testing.assert_close(cache, other, rtol=0, atol=TOLERANCE[dtype])
     lengths[1] = PAGE * case.table.shape[1] - 1
     before = caches[0][0].clone()
-    span_attention_triton.decode_attention(queries)(qkv, layout, positions, *caches[0], Mask())
+    span_attention_triton.decode_attention(queries)(inputs, Mask())
     changed = (caches[0][0] != before).flatten(2).any(2).nonzero().tolist()
     assert changed == [[0, 0], [int(case.table[0, -1]), PAGE - 1]]
 
@@ -120,7 +120,8 @@ def test_nodes_of_a_tree_are_computed_as_chains(
         )
         attend = span_attention_triton.decode_attention(queries) if kernel else DecodeAttentionRef(queries, 2, dtype)
         rows, positions = qkv[:, first:end].flatten(0, 1), (lengths[:, None] + depths[:, first:end]).flatten()
-        return attend(rows, layout, positions, keys, values, Mask(window=window)).unflatten(0, (2, -1))
+        inputs = AttentionInputs(rows, layout, positions, keys, values)
+        return attend(inputs, Mask(window=window)).unflatten(0, (2, -1))
 
     k, v = case.k.clone(), case.v.clone()
     whole = run(True, k, v, 0, count)
@@ -135,10 +136,8 @@ def test_nodes_of_a_tree_are_computed_as_chains(
         for path in (path for path in stored if not any(path == other[:-1] for other in stored)):
             queries = DecodeQueries(case.table, slots[[sequence]], lengths[[sequence]], len(path), PAGE)
             positions = lengths[sequence] + torch.arange(len(path), device=device)
-            caches = case.k.clone(), case.v.clone()
-            chain = span_attention_triton.decode_attention(queries)(
-                qkv[sequence, path], layout, positions, *caches, Mask(window=window)
-            )
+            inputs = AttentionInputs(qkv[sequence, path], layout, positions, case.k.clone(), case.v.clone())
+            chain = span_attention_triton.decode_attention(queries)(inputs, Mask(window=window))
             assert_same(chain, whole[sequence, path])
 
 
@@ -151,7 +150,7 @@ def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: 
     def prefill(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: RaggedBatch, window: int, sinks: torch.Tensor | None
     ) -> Any:
-        return span_attention_triton.prefill_attention(q, k, v, spans, window=window or None, sinks=sinks)
+        return span_attention_triton.prefill_attention(PrefillInputs(q, None, None, k, v, spans, window, sinks=sinks))
 
     monkeypatch.setattr(span_attention_triton, "SPAN", 32)
     monkeypatch.setattr(span_attention, "SpanDecodeAttention", span_attention_triton.decode_attention)
@@ -181,10 +180,9 @@ def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_bits_depend_on_own_keys_alone(
-    monkeypatch: pytest.MonkeyPatch, heads: int, kv: int, dim: int, keys: int, dtype: torch.dtype, window: int | None
+    heads: int, kv: int, dim: int, keys: int, dtype: torch.dtype, window: int | None
 ) -> None:
-    monkeypatch.setattr(span_attention_triton, "KEYS", keys)
-    case = Case(dtype, torch.device("cuda"), heads, kv, dim, window, window is not None, LONGER)
+    case = Case(dtype, torch.device("cuda"), heads, kv, dim, window, window is not None, LONGER, keys)
     every = case.prompt(0, LONGER)
     most = {FP8: 16, torch.float32: 32}.get(dtype, 64)
     for start, end in ((0, 1), (0, 257), (1, 300), (256, 600), (599, 600), (300, 420)):

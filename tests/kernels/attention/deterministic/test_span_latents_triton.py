@@ -11,9 +11,9 @@ import torch
 from company import Company, differing
 
 from specbatch.kernels.attention.deterministic import span_attention, span_latents_triton
-from specbatch.kernels.attention.latent.latent_attention import LatentLayout
+from specbatch.kernels.attention.deterministic.span_latents_triton import SPAN
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm import head_gemm_triton
@@ -36,7 +36,9 @@ class Case:
         rank: int,
         rope: int,
         length: int,
+        span: int = SPAN,
     ) -> None:
+        self.span = span
         generator = torch.Generator().manual_seed(0)
         self.length, pages = length, 2 * -(-length // PAGE)
         self.table = (torch.randperm(pages, generator=generator) + 1).view(2, -1).to(device)
@@ -51,10 +53,8 @@ class Case:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
         positions = torch.arange(start, end, device=self.table.device)
         slots = kv_slots(self.table, torch.ones_like(positions), positions, PAGE)
-        projected = self.projected[1, start:end].clone()
-        return span_latents_triton.span_latent_prefill(
-            projected, self.heads, positions, slots, self.k, self.v, spans, splits=splits
-        )
+        inputs = AttentionInputs(self.projected[1, start:end].clone(), self.heads, positions, self.k, self.v)
+        return span_latents_triton.span_latent_prefill(inputs, slots, spans, splits=splits, span=self.span)
 
     def verify(self, start: int, rows: int, splits: int | None) -> torch.Tensor:
         """The rows at `start` beside others of the first sequence."""
@@ -63,13 +63,13 @@ class Case:
         projected = torch.cat([self.projected[0, :rows], self.projected[1, start : start + rows]])
         positions = (lengths[:, None] + torch.arange(rows, device=lengths.device)).flatten()
         attend = span_latents_triton.span_latent_verify(queries)
-        return attend(projected, self.heads, positions, self.k, self.v, Mask(), splits=splits)[rows:]
+        inputs = AttentionInputs(projected, self.heads, positions, self.k, self.v)
+        return attend(inputs, Mask(), splits=splits, span=self.span)[rows:]
 
 
-def test_who_computes_a_span_changes_no_bit(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_who_computes_a_span_changes_no_bit(device: torch.device) -> None:
     """With tiles of one size, of which numpy adds all alike."""
-    monkeypatch.setattr(span_latents_triton, "SPAN", 32)
-    case = Case(FP32, FP32, device, 4, 24, 8, 70)
+    case = Case(FP32, FP32, device, 4, 24, 8, 70, span=32)
     every = case.prompt(0, 70, 1)
     for splits in (1, 3):
         assert torch.equal(case.prompt(60, 70, splits), every[60:]), f"{splits} programs of a prompt"
@@ -83,9 +83,9 @@ def test_who_computes_a_span_changes_no_bit(monkeypatch: pytest.MonkeyPatch, dev
 @pytest.mark.parametrize("name", ["deepseek-v2", "deepseek-v3"])
 def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """With tiles of one size, as above; the rest of a model runs the references."""
-    monkeypatch.setattr(span_latents_triton, "SPAN", 32)
-    monkeypatch.setattr(span_attention, "SpanDecodeAttention", span_latents_triton.span_latent_verify)
-    monkeypatch.setattr(span_attention, "span_latent_prefill", span_latents_triton.span_latent_prefill)
+    verify, prefill = span_latents_triton.span_latent_verify, span_latents_triton.span_latent_prefill
+    monkeypatch.setattr(span_attention, "SpanDecodeAttention", lambda queries: partial(verify(queries), span=32))
+    monkeypatch.setattr(span_attention, "span_latent_prefill", partial(prefill, span=32))
     monkeypatch.setattr(deepseek, "head_gemm", partial(head_gemm_triton.head_gemm, tile=HeadTile(16, 32, 1, 1)))
     assert differing(Company(name, FP32), [70, 20], Random(0), 1) == 0
 

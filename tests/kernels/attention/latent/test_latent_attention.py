@@ -10,16 +10,16 @@ import pytest
 import torch
 from crossed import crossed, slow_but
 
-from specbatch.kernels.attention.deterministic import span_latents_triton
-from specbatch.kernels.attention.latent.latent_attention import LatentDecodeRef, LatentLayout, latent_prefill_ref
+from specbatch.kernels.attention.deterministic.span_latents_triton import span_latent_prefill, span_latent_verify
+from specbatch.kernels.attention.latent.latent_attention import LatentDecodeRef, latent_prefill_ref
 from specbatch.kernels.attention.latent.latent_attention_triton import (
     LatentTile,
     latent_prefill,
     latent_verify,
     slots_of,
 )
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeAttention, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeAttention, DecodeQueries, Mask
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
@@ -53,18 +53,13 @@ def on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(span_latents_triton, "SPAN", 16)
-
-
 def default(queries: DecodeQueries, splits: int) -> DecodeAttention:
     return partial(latent_verify, queries, slots_of(queries), splits=splits, tile=LatentTile(16, 16, 1, 1))
 
 
 def spans(queries: DecodeQueries, splits: int) -> DecodeAttention:
     """Of deterministic mode."""
-    return partial(span_latents_triton.span_latent_verify(queries), splits=splits)
+    return partial(span_latent_verify(queries), splits=splits, span=16)
 
 
 Kernel = Callable[[DecodeQueries, int], DecodeAttention]
@@ -120,8 +115,8 @@ def compare(
     k, v = (cache.masked_fill(~held[..., None, None], torch.nan).to(dtype) for cache in both)
     expected_k, expected_v = (cache.float().nan_to_num(0).to(dtype) for cache in (k, v))
     reference = LatentDecodeRef(queries, heads.count, torch.float32)
-    expected = reference(projected.clone(), heads, positions, expected_k, expected_v, Mask())
-    found = attend(projected, heads, positions, k, v, Mask())
+    expected = reference(AttentionInputs(projected.clone(), heads, positions, expected_k, expected_v), Mask())
+    found = attend(AttentionInputs(projected, heads, positions, k, v), Mask())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     written = torch.zeros_like(held).flatten().index_fill(0, slots_of(queries), True).view_as(held)
     for cache, wanted in ((k, expected_k), (v, expected_v)):
@@ -130,7 +125,7 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    "prefill", [partial(latent_prefill, tile=LatentTile(16, 16, 1, 1)), span_latents_triton.span_latent_prefill]
+    "prefill", [partial(latent_prefill, tile=LatentTile(16, 16, 1, 1)), partial(span_latent_prefill, span=16)]
 )
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_prefill_matches_reference(name: str, prefill: Callable[..., torch.Tensor]) -> None:
@@ -141,9 +136,10 @@ def test_prefill_matches_reference(name: str, prefill: Callable[..., torch.Tenso
     positions = torch.cat([torch.arange(*bounds) for bounds in ((0, 9), (13, 20), (0, 1))])
     slots = kv_slots(table, torch.tensor([3] * 9 + [1] * 7 + [2]), positions, PAGE)
     projected, (k, v) = torch.randn(len(positions), heads.width), caches(heads)
-    expected = latent_prefill_ref(projected.clone(), heads, positions, slots, k.clone(), v.clone(), spans)
+    copies = AttentionInputs(projected.clone(), heads, positions, k.clone(), v.clone())
+    expected = latent_prefill_ref(copies, slots, spans)
     with torch.device("cpu"):
-        found = prefill(projected, heads, positions, slots, k, v, spans)
+        found = prefill(AttentionInputs(projected, heads, positions, k, v), slots, spans)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -166,6 +162,7 @@ def test_published_sizes_on_a_gpu(batch: int, count: int, device: torch.device) 
     k, v = (torch.randn(batch * width + 1, size, 1, dim).to(bf16) for dim in (64, 512))
     projected = torch.randn(batch * count, heads.width).to(bf16)
     reference = LatentDecodeRef(queries, 16, torch.float32)
-    expected = reference(projected.float(), exact, positions, k.float(), v.float(), Mask())
-    found = latent_verify(queries, slots_of(queries), projected, heads, positions, k, v, Mask())
+    expected = reference(AttentionInputs(projected.float(), exact, positions, k.float(), v.float()), Mask())
+    inputs = AttentionInputs(projected, heads, positions, k, v)
+    found = latent_verify(queries, slots_of(queries), inputs, Mask())
     assert (found.float() - expected).norm() < 1e-2 * expected.norm()

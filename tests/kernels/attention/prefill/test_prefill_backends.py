@@ -12,6 +12,7 @@ import torch
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.prefill.prefill_backends import NAMES, prefill_backend
+from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -52,7 +53,7 @@ def test_installed_backends_match_reference(
         backend = prefill_backend(name, device, dtype, 64)
         assert backend.name in ("torch", "triton")
         new = (case.k_new, case.v_new) if handed else (None, None)
-        out = backend(case.q, *new, case.k_cache, case.v_cache, case.spans, window)
+        out = backend(PrefillInputs(case.q, *new, case.k_cache, case.v_cache, case.spans, window))
         slack = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
         torch.testing.assert_close(out.double(), case.expected(window), rtol=slack, atol=slack)
 
@@ -182,7 +183,7 @@ def test_backends_pass_correct_arguments_to_libraries(
     assert backend.name == name
     case = Case(*bounds, CPU, torch.float32)
     for _ in range(2):  # layers
-        out = backend(case.q, case.k_new, case.v_new, case.k_cache, case.v_cache, case.spans, window)
+        out = backend(PrefillInputs(case.q, case.k_new, case.v_new, case.k_cache, case.v_cache, case.spans, window))
         torch.testing.assert_close(out.double(), case.expected(window), rtol=3e-6, atol=3e-6)
     if library == "flashinfer":
         assert backend._wrapper.plans == 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specbatch.kernels.attention.prefill.prompt_inputs import PromptInputs, prompt_inputs_ref
+from specbatch.kernels.attention.prefill.prompt_inputs import prompt_inputs_ref
 from specbatch.kernels.attention.prefill.prompt_inputs_triton import prompt_inputs
+from specbatch.kernels.attention.queries import PromptInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 
 PAGE, PAGES, SLOTS = 4, 60, 9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from crossed import first_quick, slow_but
 from dtypes import DTYPES
 from trees import ancestor_masks, path_of
 
+from specbatch.kernels import gemm
 from specbatch.kernels.attention.paged_attention import attention_mask
-from specbatch.kernels.attention.qkv import QKVLayout
-from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, DecodeQueries, Mask, of_packed_rows
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout
+from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, of_packed_rows
 from specbatch.kernels.attention.verify.verify_attention_configs import Tile
 from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
 from specbatch.kernels.common.packed_rows import pack_rows
@@ -59,6 +60,9 @@ class Case:
         sink = 3 * torch.randn(count, device=device) if sinks else None
         self.heads = QKVLayout(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin, sinks=sink)
 
+    def inputs(self, positions: torch.Tensor, caches: list[torch.Tensor]) -> AttentionInputs:
+        return AttentionInputs(self.qkv, self.heads, positions, *caches)
+
     def queries(self, lengths: torch.Tensor, **tree: Any) -> DecodeQueries:
         return DecodeQueries(self.table, self.rows, lengths, self.n, self.page_size, **tree)
 
@@ -78,10 +82,11 @@ class Case:
             positions = (self.lengths[:, None] + torch.arange(self.n, device=self.qkv.device)).flatten()
         group = self.heads.count // self.heads.kv
         reference = DecodeAttentionRef(queries, group, self.dtype)
-        qkv = self.qkv.clone()  # last: the kernel in front of a verify must not write what it reads early
-        out = verify_attention(queries, qkv, self.heads, positions, *caches, mask, splits=splits, tile=tile)
+        # The copy is last: the kernel in front of a verify must not write what it reads early.
+        inputs = self.inputs(positions, caches)._replace(projected=self.qkv.clone())
+        out = verify_attention(queries, inputs, mask, splits=splits, tile=tile)
         wanted = [cache.to(self.dtype).nan_to_num(0).to(cache.dtype) for cache in self.caches]
-        expected = reference(self.qkv, self.heads, positions, *wanted, mask)
+        expected = reference(self.inputs(positions, wanted), mask)
         valid = (self.rows > 0).repeat_interleave(self.n)
         error = (out[valid].double() - expected[valid].double()).norm() / expected[valid].double().norm()
         assert error < TOLERANCE[self.dtype], error
@@ -246,10 +251,10 @@ def test_shared_keys(device: torch.device, dtype: torch.dtype, splits: int, mask
     case = Case(device, dtype, [0, 90, 3], 18, **sizes)
     positions = (case.lengths[:, None] + torch.arange(case.n, device=device)).flatten()
     attend = partial(verify_attention, case.queries(case.lengths), splits=splits)
-    whole = attend(case.qkv, case.heads, positions, *case.caches, mask)
+    whole = attend(case.inputs(positions, case.caches), mask)
     heads, before = replace(case.heads, shared=True), [cache.clone() for cache in case.caches]
     queries = case.qkv[:, : heads.count * heads.dim].contiguous()
-    assert torch.equal(attend(queries, heads, positions, *case.caches, mask), whole)
+    assert torch.equal(attend(AttentionInputs(queries, heads, positions, *case.caches), mask), whole)
     for cache, old in zip(case.caches, before, strict=True):
         assert torch.equal(cache.view(torch.uint8), old.view(torch.uint8))
     case.qkv, case.heads = queries, heads
@@ -264,9 +269,10 @@ def test_keys_shared_by_a_tree(device: torch.device) -> None:
     words, depths = (item[:, first:].contiguous() for item in tree(3, first + n, device))
     positions = (case.lengths[:, None] - first + depths).flatten()
     attend = partial(verify_attention, case.queries(case.lengths - first, ancestors=words, first_node=first), splits=2)
-    whole = attend(case.qkv, case.heads, positions, *case.caches, Mask(window=12))
-    queries = case.qkv[:, : case.heads.count * case.heads.dim].contiguous()
-    shared = attend(queries, replace(case.heads, shared=True), positions, *case.caches, Mask(window=12))
+    whole = attend(case.inputs(positions, case.caches), Mask(window=12))
+    case.qkv = case.qkv[:, : case.heads.count * case.heads.dim].contiguous()
+    case.heads = replace(case.heads, shared=True)
+    shared = attend(case.inputs(positions, case.caches), Mask(window=12))
     assert torch.equal(shared, whole)
 
 
@@ -290,15 +296,16 @@ def test_packed_rows(device: torch.device, splits: int, mask: Mask, sizes: dict[
     packed = pack_rows(torch.tensor(counts, device=device), most, sum(counts))
     queries = replace(case.queries(case.lengths), packed=packed)
     positions = packed.pack((case.lengths[:, None] + torch.arange(most, device=device)).flatten())
-    qkv, group = packed.pack(case.qkv), case.heads.count // case.heads.kv
+    case.qkv, group = packed.pack(case.qkv), case.heads.count // case.heads.kv
     cleared = [cache.nan_to_num(0) for cache in case.caches]
     reference = of_packed_rows(DecodeAttentionRef(queries, group, case.dtype), queries)
-    expected = reference(qkv, case.heads, positions, *cleared, mask)
+    expected = reference(case.inputs(positions, cleared), mask)
     caches = [cache.clone() for cache in (cleared if is_shared else case.caches)]
     if is_shared:  # an earlier layer has written the keys
-        case.heads, qkv = replace(case.heads, shared=True), qkv[:, : case.heads.count * case.heads.dim].contiguous()
+        case.qkv = case.qkv[:, : case.heads.count * case.heads.dim].contiguous()
+        case.heads = replace(case.heads, shared=True)
     for tile in (None, Tile(16, 32, 4, 3, 128)):
-        out = verify_attention(queries, qkv, case.heads, positions, *caches, mask, splits=splits, tile=tile)
+        out = verify_attention(queries, case.inputs(positions, caches), mask, splits=splits, tile=tile)
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-6)
     for found, wanted, old in zip(caches, cleared, cleared if is_shared else case.caches, strict=True):
         for row, length, count in zip(case.rows.tolist(), case.lengths.tolist(), counts, strict=True):
@@ -339,19 +346,19 @@ def test_edges_of_steps_and_splits(device: torch.device, keys: int) -> None:
         case.check(splits)
 
 
-def test_dependent_launch_follows_own_wait() -> None:
+def test_gemms_let_the_next_kernel_start_after_their_own_wait() -> None:
     """Verify attention may read before its wait only because of this: all but the kernel in front has ended by then."""
-    for path in Path(verify_attention.__code__.co_filename).parent.glob("*.py"):
-        lines = [line.strip() for line in path.read_text().splitlines()]
-        for before, line in pairwise(lines):
-            assert "gdc_launch_dependents()" not in line or before == "tl.extra.cuda.gdc_wait()", path
+    paths = [path for path in Path(gemm.__path__[0]).rglob("*_triton.py") if path.name != "fp8_quantize_triton.py"]
+    sources = [path.read_text() for path in paths]
+    assert any("wait_for_previous_kernel(PDL)" in source for source in sources)
+    assert not any("launch_dependents" in source or "let_next_kernel_start" in source for source in sources)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_graph_reads_lengths_from_device(device: torch.device) -> None:
     case = Case(device, torch.bfloat16, [300, 40, 0], 3, dim=64, page_size=16)
-    arguments = (case.queries(case.lengths), case.qkv, case.heads, case.lengths, *case.caches, Mask())
+    arguments = case.queries(case.lengths), case.inputs(case.lengths, case.caches), Mask()
     verify_attention(*arguments, splits=4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -379,10 +386,10 @@ def test_reads_before_the_preceding_kernel_ends(device: torch.device) -> None:
     def decode(caches: list[torch.Tensor], early: bool) -> list[torch.Tensor]:
         lengths, outs = case.lengths.clone(), []
         for x in raw:
-            qkv = elementwise_triton.rms_norm(x, weight, 1e-6)
+            inputs = AttentionInputs(elementwise_triton.rms_norm(x, weight, 1e-6), case.heads, lengths, *caches)
             if not early:
                 torch.cuda.synchronize()
-            outs.append(verify_attention(case.queries(lengths), qkv, case.heads, lengths, *caches, Mask(), splits=4))
+            outs.append(verify_attention(case.queries(lengths), inputs, Mask(), splits=4))
             lengths += 1
         return outs
 

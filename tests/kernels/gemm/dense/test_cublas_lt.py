@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def gpu() -> torch.device:
     device = torch.device("cuda", 0)
-    if not torch.cuda.is_available() or not cublas_lt._is_supported(device):
+    if not torch.cuda.is_available() or not cublas_lt.is_supported(device):
         pytest.skip(f"the table is for {cublas_lt.GPU} and version {cublas_lt.VERSION} of cuBLASLt")
     return device
 
@@ -50,10 +51,11 @@ class OnCpu:
 
 
 @pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> type[OnCpu]:
+def on_cpu(monkeypatch: pytest.MonkeyPatch, force_kernels: Any) -> type[OnCpu]:
     """A table for weights [16, 64], on a CPU."""
+    force_kernels()
     monkeypatch.setitem(RANGES, (16, 64), (Range(33, 48, Algorithm(1, 2)),))
-    monkeypatch.setattr(cublas_lt, "_is_supported", lambda device: True)
+    monkeypatch.setattr(cublas_lt, "is_supported", lambda device: True)
     monkeypatch.setattr(cublas_lt, "_gemm", OnCpu)
     monkeypatch.setattr(OnCpu, "calls", 0)
     return OnCpu
@@ -68,29 +70,25 @@ def test_ranges_are_apart() -> None:
 
 def test_layers_use_it(on_cpu: type[OnCpu]) -> None:
     x, weight, residual = (random(*shape, device=CPU) for shape in ((40, 64), (16, 64), (40, 16)))
-    layer = Linear(weight)
-    layer._weight = weight  # not in the layout of oneDNN
-    expected = x.double() @ weight.double().T
-    check(layer._on_cuda(x, None, None, None), expected)
+    layer, expected = Linear(weight), x.double() @ weight.double().T
+    check(layer(x), expected)
     out = torch.empty(40, 16, dtype=torch.bfloat16)
-    assert layer._on_cuda(x, None, None, out) is out
+    assert layer(x, out=out) is out
     check(out, expected)
     before = residual.double()
-    assert layer._on_cuda(x, None, residual, None) is residual
+    assert layer(x, residual=residual) is residual
     check(residual, expected + before)
     assert on_cpu.calls == 3
-    layer._on_cuda(x[:34][:, :64].repeat(2, 1), None, None, None)  # 68 rows
-    Linear(weight, torch.zeros(16, dtype=torch.bfloat16))._on_cuda(x, None, None, None)
+    layer(x[:34][:, :64].repeat(2, 1))  # 68 rows
+    Linear(weight, torch.zeros(16, dtype=torch.bfloat16))(x)
     assert on_cpu.calls == 3
 
 
 def test_deterministic_layers_do_not(on_cpu: type[OnCpu], monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that `fixed_order` does not take go to torch."""
     monkeypatch.setattr(fixed_order, "takes", lambda weight: False)
-    layer = Linear(random(16, 64, device=CPU))
-    layer._weight = layer.weight
     with use_deterministic():
-        layer._on_cuda(random(40, 64, device=CPU), None, None, None)
+        Linear(random(16, 64, device=CPU))(random(40, 64, device=CPU))
     assert on_cpu.calls == 0
 
 
@@ -125,7 +123,7 @@ def test_rows_outside_of_the_ranges_have_none(monkeypatch: pytest.MonkeyPatch) -
 
 def test_other_devices_have_no_algorithm(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas_lt, "GPU", "another GPU")
-    monkeypatch.setattr(cublas_lt, "_is_supported", cublas_lt._is_supported.__wrapped__)
+    monkeypatch.setattr(cublas_lt, "is_supported", cublas_lt.is_supported.__wrapped__)
     weight = torch.zeros(2560, 4096, device=device, dtype=torch.bfloat16)
     assert cublas_lt.linear(torch.zeros(48, 4096, device=device, dtype=torch.bfloat16), weight) is None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from crossed import crossed
@@ -46,11 +49,13 @@ def test_matches_float64(
         assert (y.double() - gate.sigmoid() * gate * up).norm() <= 2 * TOLERANCE[dtype] * y.double().norm()
 
 
-def test_more_than_16_rows_leave_the_kernels_of_few(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_more_than_16_rows_leave_the_kernels_of_few(device: torch.device, force_kernels: Callable[..., None]) -> None:
     """Those of the default mode take up to 32, with the weight as the other operand."""
-    monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: True)
-    monkeypatch.setattr(skinny_gemm_triton, "_product", lambda *_, **__: pytest.fail("few rows"))
-    x, weight = (torch.ones(size, device=device) for size in ((17, 24), (8, 24)))
+    force_kernels()
+    x, weight = (torch.ones(size, device=device, dtype=torch.float16) for size in ((17, 24), (8, 24)))
+    assert fixed_order.is_few(x[:16], weight)
+    assert skinny_gemm_triton.is_skinny(17, weight)
+    assert not fixed_order.is_few(x, weight)
     assert (fixed_order_linear(x, weight) == 24).all()
     assert fixed_order_gated(x, weight).shape == (17, 4)
 
@@ -61,19 +66,15 @@ def _divided(x: torch.Tensor, weight: torch.Tensor, *_: torch.Tensor | None) -> 
 
 
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_library_is_compared(monkeypatch: pytest.MonkeyPatch, device: torch.device, has_residual: bool) -> None:
+def test_library_is_compared(device: torch.device, has_residual: bool) -> None:
     kind = {"dtype": torch.float32, "device": device}
     x, weight, residual = (numbers(*size, seed=1, **kind) for size in ((20, 256), (96, 256), (20, 96)))
-    monkeypatch.setattr(fixed_order, "_RESULTS", 10 * 20 * 96)
-    monkeypatch.setattr(
-        fixed_order, "_library", lambda x, weight, bias, residual, out: fixed_order_gemm(x, weight, bias, residual)
-    )
+    compare = partial(fixed_order.compare, results=10 * 20 * 96)
     arguments = x, weight, None, residual if has_residual else None
-    assert fixed_order._compare(*arguments)
-    monkeypatch.setattr(fixed_order, "_library", _divided)
-    assert not fixed_order._compare(*arguments)
-    monkeypatch.setattr(fixed_order, "_library", lambda x, *_: x.new_zeros(20, 96))
-    assert not fixed_order._compare(x, torch.zeros_like(weight), None, None)  # says nothing of other weights
+    assert compare(*arguments, lambda x, weight, bias, residual, out: fixed_order_gemm(x, weight, bias, residual))
+    assert not compare(*arguments, _divided)
+    zeros = x.new_zeros(20, 96)  # equal to those of this weight, but they show nothing of other weights
+    assert not compare(x, torch.zeros_like(weight), None, None, lambda *_: zeros)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -93,8 +94,8 @@ def test_bits_do_not_depend_on_the_rows_beside(
     order = torch.randperm(3000, generator=torch.Generator().manual_seed(0)).cuda()
     assert torch.equal(fixed_order_gemm(x[order], weight, bias, residual[order]), every[order])
     chosen = set()
-    library = fixed_order._library
-    monkeypatch.setattr(fixed_order, "_library", lambda *args: chosen.add("library") or library(*args))
+    library = fixed_order.library
+    monkeypatch.setattr(fixed_order, "library", lambda *args: chosen.add("library") or library(*args))
     for rows in (1, 2, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 512, 1024):
         for some in (slice(0, rows), slice(3000 - rows, 3000)):
             found = fixed_order_linear(x[some], weight, bias, residual[some].clone())
@@ -114,7 +115,7 @@ def test_library_that_divides_columns_is_not_used(monkeypatch: pytest.MonkeyPatc
     kind = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
     x, weight = numbers(40, 4096, seed=1, **kind), numbers(512, 4096, seed=2, **kind)
     expected = fixed_order_gemm(x, weight)
-    monkeypatch.setattr(fixed_order, "_library", _divided)
-    monkeypatch.setattr(fixed_order, "_agreed", {})
+    monkeypatch.setattr(fixed_order, "library", _divided)
+    monkeypatch.setattr(fixed_order, "agreed", {})
     assert not torch.equal(_divided(x, weight), expected)
     assert torch.equal(fixed_order_linear(x, weight), expected)

@@ -9,10 +9,11 @@ import torch
 from dtypes import HALVES
 
 from specbatch.kernels.dispatch import use_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import FP8Activations, empty_fp8, quantize_fp8
 from specbatch.kernels.gemm.quantized import fp8_cublas, fp8_linear_triton
-from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, fp8_linear_ref
-from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, empty_fp8
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8
+from specbatch.kernels.gemm.quantized.weight import quantized_linear_ref
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 
@@ -41,18 +42,18 @@ def scaled_mm(
 
 @pytest.fixture(autouse=True)
 def supported(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8_cublas, "_SMALL_WEIGHT", 512 * 512 - 1)
+    monkeypatch.setattr(fp8_cublas, "SMALL_WEIGHT", 512 * 512 - 1)
     if device.type == "cuda":
-        if not fp8_cublas._is_supported(device):
+        if not fp8_cublas.is_supported(device):
             pytest.skip("cuBLASLt has FP8 with block scales on Hopper alone, since CUDA 12.9")
     else:
-        monkeypatch.setattr(fp8_cublas, "_is_supported", lambda device: True)
+        monkeypatch.setattr(fp8_cublas, "is_supported", lambda device: True)
         monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
 
 
-def random_weight(n: int, k: int, device: torch.device) -> Weight:
+def random_weight(n: int, k: int, device: torch.device) -> FP8Weight:
     values = (torch.randn(n, k) * 60).to(torch.float8_e4m3fn).to(device)
-    return Weight(values, torch.rand(n // 128, k // 128, device=device) / 60 + 1e-3)
+    return FP8Weight(values, torch.rand(n // 128, k // 128, device=device) / 60 + 1e-3)
 
 
 def activations(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> FP8Activations:
@@ -107,7 +108,7 @@ def test_takes_many_rows_of_aligned_blocks_only(device: torch.device) -> None:
     def takes(rows: int, n: int = 640, k: int = 512, scales: torch.Tensor | None = None) -> bool:
         blocks = torch.empty(-(-n // 128), -(-k // 128), device=device) if scales is None else scales
         values = torch.empty(n, k, device=device, dtype=torch.float8_e4m3fn)
-        return fp8_cublas.takes(empty_fp8(rows, k, torch.bfloat16, device), Weight(values, blocks))
+        return fp8_cublas.takes(empty_fp8(rows, k, torch.bfloat16, device), FP8Weight(values, blocks))
 
     assert takes(33)
     assert takes(1000)
@@ -133,10 +134,9 @@ def test_takes_many_rows_of_aligned_blocks_only(device: torch.device) -> None:
 def test_layers_keep_block_scales_in_float32(device: torch.device, force_kernels: Callable[[bool], None]) -> None:
     force_kernels(True)
     stored = random_weight(640, 512, device)
-    assert stored.scales is not None
-    short = Weight(stored.values, stored.scales.bfloat16())
+    short = FP8Weight(stored.values, stored.scales.bfloat16())
     x = activations(68, 512, torch.bfloat16, device)
-    expected = fp8_linear_ref(x, short).double()
+    expected = quantized_linear_ref(x, short).double()
     layer = FP8Linear(short)
     assert fp8_cublas.takes(x, layer._scaled)
     y = fp8_linear_triton.fp8_linear(x, layer._scaled)

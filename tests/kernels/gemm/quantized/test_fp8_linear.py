@@ -7,28 +7,22 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from assembly import create_inline_asm
 from dtypes import HALVES
 from stand_ins import quantized_by_activations
 
 from specbatch.kernels.dispatch import use_deterministic
-from specbatch.kernels.elementwise.fp8_quantize import (
-    FP8Activations,
-    quantize_fp8_ref,
-    rms_norm_fp8_ref,
-    silu_and_mul_fp8,
-)
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.quantized import fp8_linear as fp8_linear_module
 from specbatch.kernels.gemm.quantized import fp8_linear_triton
 from specbatch.kernels.gemm.quantized.few_rows_triton import even_splits
-from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
+from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations, use_fp8_activations
 from specbatch.kernels.gemm.quantized.fp8_few_rows_triton import FP8FewRowsTile
-from specbatch.kernels.gemm.quantized.fp8_linear import ConcatLinear, FP8Linear, fp8_linear_ref, linear
+from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight
 from specbatch.kernels.gemm.quantized.fp8_linear_triton import fp8_linear
+from specbatch.kernels.gemm.quantized.fp8_quantize import quantize_fp8_ref, rms_norm_fp8_ref, silu_and_mul_fp8
 from specbatch.kernels.gemm.quantized.w8a8_few_rows_triton import W8A8FewRowsTile
-from specbatch.kernels.gemm.quantized.weight import Weight
+from specbatch.kernels.gemm.quantized.weight import ConcatLinear, Weight, quantized_linear_ref
 from specbatch.kernels.gemm.split_k_triton import used_splits
 
 TILES = [FP8FewRowsTile(64, 1, 4, 3, 8), FP8FewRowsTile(128, 3, 4, 3, 0)]
@@ -36,24 +30,18 @@ TILES = [FP8FewRowsTile(64, 1, 4, 3, 8), FP8FewRowsTile(128, 3, 4, 3, 0)]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
 
 
-@pytest.fixture(autouse=True)
-def interpreted_assembly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.type != "cuda":
-        monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
-
-
-def random_weight(n: int, k: int, device: torch.device, scaled: str = "blocks") -> tuple[Weight, torch.Tensor]:
+def random_weight(n: int, k: int, device: torch.device, scaled: str = "blocks") -> tuple[FP8Weight, torch.Tensor]:
     """A weight, and its values dequantized to float64."""
     values = (torch.randn(n, k) * 60).to(torch.float8_e4m3fn).to(device)
     if scaled == "outputs":
         scales = torch.rand(n, 1, device=device) / 60 + 1e-3
-        return Weight(values, scales), torch.einsum("nk,n->nk", values.double(), scales[:, 0].double())
+        return FP8Weight(values, scales), torch.einsum("nk,n->nk", values.double(), scales[:, 0].double())
     scales = torch.rand(-(-n // 128), -(-k // 128), device=device) / 60 + 1e-3
     dequantized = values.double()
     for i in range(scales.shape[0]):
         for j in range(scales.shape[1]):
             dequantized[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] *= scales[i, j].double()
-    return Weight(values, scales), dequantized
+    return FP8Weight(values, scales), dequantized
 
 
 def check(y: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
@@ -76,10 +64,10 @@ def test_fp8_linear_matches_reference(
     x, bias = torch.randn(rows, k + 9).to(device, dtype)[:, 4 : 4 + k], torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
     expected = x.double() @ dequantized.t()
-    check(fp8_linear_ref(x, weight), expected, dtype)
+    check(quantized_linear_ref(x, weight), expected, dtype)
     check(fp8_linear(x, weight), expected, dtype)
     expected += bias.double() + residual.double()
-    check(fp8_linear_ref(x, weight, bias, residual), expected, dtype)
+    check(quantized_linear_ref(x, weight, bias, residual), expected, dtype)
     check(fp8_linear(x, weight, bias, residual), expected, dtype)
 
 
@@ -90,7 +78,7 @@ def test_every_fp8_value_is_exact(
     """Including subnormals and both zeros: each is the only term of its sum."""
     bits = torch.arange(256, dtype=torch.uint8)[(torch.arange(256) & 127) != 127].repeat(128)[: 128 * 250]
     values = bits.view(250, 128).to(device).view(torch.float8_e4m3fn)
-    weight = Weight(values, torch.ones(2, 1, device=device))
+    weight = FP8Weight(values, torch.ones(2, 1, device=device))
     column = torch.arange(rows, device=device) * 37 % 128
     x = F.one_hot(column, 128).to(dtype)
     assert torch.equal(fp8_linear(x, weight, tile=tile).float(), values.float().t()[column])
@@ -158,7 +146,7 @@ def test_concat_linear_matches_reference(
     force_kernels(kernels and device.type == "cuda")
     weight, dequantized = random_weight(130, 48, device)
     other = torch.randn(6, 48, device=device)
-    layer = ConcatLinear(linear(weight), linear(Weight(other)))
+    layer = ConcatLinear(weight.linear(), Weight(other).linear())
     assert layer.shape == (136, 48)
     x, norm = torch.randn(3, 48, device=device), Norm(torch.rand(48, device=device) + 0.5, 1e-5)
     expected = (
@@ -197,12 +185,12 @@ def test_fp8_linear_with_fp8_activations_matches_reference(
     x, bias = random_rows(rows, k, dtype, device), torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
     expected = x.dequantize().double() @ dequantized.t()
-    check(fp8_linear_ref(x, weight), expected, dtype)
+    check(quantized_linear_ref(x, weight), expected, dtype)
     check(fp8_linear(x, weight), expected, dtype)
-    half = Weight(weight.values, weight.scales.half())  # type: ignore[union-attr]
+    half = FP8Weight(weight.values, weight.scales.half())
     check(fp8_linear(x, half), x.dequantize().double() @ half.dequantize(torch.float64).t(), dtype)
     expected += bias.double() + residual.double()
-    check(fp8_linear_ref(x, weight, bias, residual), expected, dtype)
+    check(quantized_linear_ref(x, weight, bias, residual), expected, dtype)
     out = torch.full((rows, n + 4), 7.0, device=device, dtype=dtype)
     fp8_linear(x, weight, bias, residual, out[:, 2 : n + 2])
     check(out[:, 2 : n + 2], expected, dtype)
@@ -281,8 +269,8 @@ def test_scales_apply_per_block(device: torch.device) -> None:
     """In x and in the weight; averaging scales would give another number."""
     values = torch.ones(3, 300).to(device, torch.float8_e4m3fn)
     scales = torch.tensor([[1.0, 2.0, 4.0]] * 2 + [[0.0, 0.0, 8.0]], device=device)
-    weight = Weight(torch.ones(130, 300).to(device, torch.float8_e4m3fn), torch.tensor([[1.0, 3, 5], [7, 11, 13]]))
-    weight = Weight(weight.values, weight.scales.to(device))  # type: ignore[union-attr]
+    weight = FP8Weight(torch.ones(130, 300).to(device, torch.float8_e4m3fn), torch.tensor([[1.0, 3, 5], [7, 11, 13]]))
+    weight = FP8Weight(weight.values, weight.scales.to(device))
     y = fp8_linear(FP8Activations(values, scales.t().contiguous().t(), torch.float16), weight)
     first, second = 128 * 1 + 128 * 2 * 3 + 44 * 4 * 5, 128 * 7 + 128 * 2 * 11 + 44 * 4 * 13
     wanted = torch.tensor([[first] * 128 + [second] * 2] * 2 + [[44 * 8 * 5] * 128 + [44 * 8 * 13] * 2])
@@ -312,7 +300,7 @@ def test_nan_and_inf_activations_propagate(device: torch.device) -> None:
     clean = fp8_linear(quantize_fp8_ref(x), weight)
     for value in (torch.nan, torch.inf):
         x[3, 200] = value
-        for layer in (fp8_linear, fp8_linear_ref):
+        for layer in (fp8_linear, quantized_linear_ref):
             y = layer(quantize_fp8_ref(x), weight)[3]
             assert not y.isfinite().any()
             assert value == torch.inf or y.isnan().all()
@@ -326,7 +314,7 @@ def test_fp8_activations_apply_within_context_only(
     force_kernels(kernels)
     if device.type == "cpu":
         # The interpreter's cast to FP8 is wrong.
-        monkeypatch.setattr("specbatch.kernels.elementwise.elementwise_triton.rms_norm_fp8", rms_norm_fp8_ref)
+        monkeypatch.setattr("specbatch.kernels.gemm.quantized.fp8_quantize_triton.rms_norm_fp8", rms_norm_fp8_ref)
     weight, _ = random_weight(140, 200, device)
     layer, norm = FP8Linear(weight), Norm(torch.rand(200, device=device) + 0.5, 1e-5)
     x, residual = torch.randn(3, 200).to(device), torch.randn(3, 140).to(device)

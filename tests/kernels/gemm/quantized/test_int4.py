@@ -7,26 +7,20 @@ from dataclasses import astuple
 import pytest
 import torch
 import torch.nn.functional as F
-from assembly import create_inline_asm
 from crossed import crossed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specbatch.kernels.common.block_sizes import INT4_GROUPS
 from specbatch.kernels.gemm.quantized import int4_triton
-from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, int4_linear_ref, int4_tiles, pack_int4, with_short_scales
+from specbatch.kernels.gemm.quantized.int4 import Int4Tiles, Int4Weight, int4_tiles, pack_int4, with_short_scales
 from specbatch.kernels.gemm.quantized.int4_few_rows_triton import Int4FewRowsTile
 from specbatch.kernels.gemm.quantized.int4_triton import int4_linear
-from specbatch.kernels.gemm.quantized.weight import INT4_GROUPS, Weight
+from specbatch.kernels.gemm.quantized.weight import quantized_linear_ref
 
 TILES = [Int4FewRowsTile(64, 1, 1, 4), Int4FewRowsTile(128, 3, 2, 3), Int4FewRowsTile(128, 2, 1, 4)]
 SCALES = {torch.float32: torch.float16, torch.bfloat16: torch.bfloat16, torch.float16: torch.float16}
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 2e-3}  # ||y - expected|| / ||expected||
-
-
-@pytest.fixture(autouse=True)
-def interpreted_assembly(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    if device.type != "cuda":
-        monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_inline_asm", create_inline_asm)
 
 
 def random_scales(*shape: int) -> torch.Tensor:
@@ -44,7 +38,7 @@ def random_weight(
     for j in range(k):
         meant[:, j] = (values[:, j] - zeros[:, j // group]) * scales[:, j // group].double()
     packed = pack_int4(values.byte())
-    return int4_tiles(Weight(packed.to(device), scales.to(device), zeros.byte().to(device))), meant.to(device)
+    return int4_tiles(Int4Weight(packed.to(device), scales.to(device), zeros.byte().to(device))), meant.to(device)
 
 
 @given(
@@ -60,7 +54,7 @@ def test_tiles_hold_the_weight(
 ) -> None:
     out, inputs = tiles * unit, chunks * group
     values, zeros = torch.randint(0, 16, (*experts, out, inputs)), torch.randint(0, 16, (*experts, out, chunks))
-    weight = Weight(pack_int4(values.byte()), random_scales(*zeros.shape).to(dtype), zeros.byte())
+    weight = Int4Weight(pack_int4(values.byte()), random_scales(*zeros.shape).to(dtype), zeros.byte())
     found = int4_tiles(weight)
     assert found.shape == weight.shape
     assert found.group == group
@@ -75,7 +69,7 @@ def test_tiles_hold_the_weight(
 def test_a_tile_is_contiguous() -> None:
     """Of 128 outputs and inputs 8 KiB, and their 512 bytes of scales and zero points."""
     values, zeros = torch.arange(4).view(2, 2).repeat_interleave(128, 0).repeat_interleave(128, 1), torch.ones(256, 2)
-    weight = Weight(pack_int4(values.byte()), zeros.half() * torch.arange(1, 3), zeros.byte())
+    weight = Int4Weight(pack_int4(values.byte()), zeros.half() * torch.arange(1, 3), zeros.byte())
     words, scales = int4_tiles(weight).words()
     for tile, part in enumerate(words.view(4, 2048)):
         assert (part == tile * 0x11111111).all()
@@ -88,9 +82,8 @@ def test_a_tile_is_contiguous() -> None:
 def test_scales_get_the_type_of_activations(dtype: torch.dtype, stored: torch.dtype) -> None:
     """BF16 scales change a weight by 1/256 of it at most, and FP16 scales by 1/2048."""
     scales = random_scales(8, 4).to(stored)
-    weight = Weight(pack_int4(torch.randint(0, 16, (8, 128)).byte()), scales, torch.full((8, 4), 8).byte())
+    weight = Int4Weight(pack_int4(torch.randint(0, 16, (8, 128)).byte()), scales, torch.full((8, 4), 8).byte())
     found = with_short_scales(weight, dtype)
-    assert found.scales is not None
     halves = stored if stored.itemsize == 2 else torch.float16
     assert found.scales.dtype == (halves if dtype == torch.float32 else dtype)
     exact, bound = weight.dequantize(torch.float64), 1 / 256 if found.scales.dtype == torch.bfloat16 else 1 / 2048
@@ -123,10 +116,10 @@ def test_int4_linear_matches_reference(
     x, bias = torch.randn(rows, k + 16).to(device, dtype)[:, 8 : 8 + k], torch.randn(n).to(device, dtype)
     residual = torch.randn(rows, n + 5).to(device, dtype)[:, 3 : 3 + n]
     expected = x.double() @ meant.t()
-    check(int4_linear_ref(x, weight), expected, dtype)
+    check(quantized_linear_ref(x, weight), expected, dtype)
     check(int4_linear(x, weight), expected, dtype)
     expected += bias.double() + residual.double()
-    check(int4_linear_ref(x, weight, bias, residual), expected, dtype)
+    check(quantized_linear_ref(x, weight, bias, residual), expected, dtype)
     out = torch.full((rows, n + 4), 7.0, device=device, dtype=dtype)
     int4_linear(x, weight, bias, residual, out[:, 2 : n + 2])
     check(out[:, 2 : n + 2], expected, dtype)
@@ -142,7 +135,7 @@ def test_every_value_and_zero_point_is_exact(
     """Each is the only term of its sum."""
     values, zeros = torch.arange(256)[:, None] % 16, torch.arange(256)[:, None] // 16
     parts = pack_int4(values.byte().expand(256, 32)), torch.full((256, 1), scale).to(SCALES[dtype]), zeros.byte()
-    weight = int4_tiles(Weight(*(part.to(device) for part in parts)))
+    weight = int4_tiles(Int4Weight(*(part.to(device) for part in parts)))
     column = torch.arange(rows, device=device) * 7 % 32
     y = int4_linear(F.one_hot(column, 32).to(dtype), weight, tile=tile)
     assert torch.equal(y.float(), (values - zeros).mul(scale).t().expand(rows, 256).to(device))

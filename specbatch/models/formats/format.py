@@ -1,0 +1,251 @@
+"""`Format`, the interface of a quantization format: its config, tensors on disk, loading, random weights and memory."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+
+from specbatch.errors import SpecbatchError
+
+if TYPE_CHECKING:
+    import torch
+
+    from specbatch.kernels.collectives.communicator import Communicator
+    from specbatch.kernels.gemm.quantized.weight import Weight
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+Modules = tuple[frozenset[str], tuple[str, ...]]  # names and patterns, see `Format`
+# Never quantized: convolutions and routers. Embedding and output matrix are excluded by their names.
+PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", ".router.weight", "shared_expert_gate.weight")
+PATTERN = "re:"  # begins a regular expression in the list of unquantized modules
+SCALES = ("_scale_inv", "_scale")  # how scales are called, after the name of their weight
+_SCALED = (".weight", "_proj")  # how the names of such weights end
+# Scales of activations, which are quantized with scales of their own as the model runs, and of an FP8 KV cache.
+_OF_INPUTS = (".input_scale", ".activation_scale")
+_OF_CACHE = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
+
+
+class MatrixShape(tuple[int, ...]):
+    """Shape of a weight that is read as the matrix of a GEMM, or as a part of one: a draft can have it in FP8 (see
+    `Reader.in_fp8`). It equals the tuple of the same sizes; the shapes of all other weights are such tuples."""
+
+    __slots__ = ()
+
+
+class Group(NamedTuple):
+    """One of the `config_groups` of compressed-tensors: its place in the config.json, itself, the whole
+    quantization_config, and the modules that are not quantized."""
+
+    where: str
+    settings: dict[str, Any]
+    config: dict[str, Any]
+    modules: Modules
+
+
+class Source(Protocol):
+    """What `Format.load` reads from: the tensors of a checkpoint, of which this rank has a part."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the activations."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def ranks(self) -> Communicator | None:
+        """Over which the model is divided; None if it is not."""
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor on the device."""
+
+    def part(self, name: str, shape: Shape, *, of: str | None = None, rows: int = 1) -> torch.Tensor:
+        """This rank's part of a tensor, of this shape, on the device. of: the weight to which it belongs, if it has
+        another name; rows: how many outputs of that a row is for."""
+
+    def cut(self, name: str, tensors: Iterable[tuple[torch.Tensor, Shape]]) -> list[torch.Tensor]:
+        """This rank's parts, of these shapes, of whole tensors of the weight `name`, values first."""
+
+    def require_finite(self, name: str, finite: bool, kind: object) -> None:
+        """Refuse a tensor that is not; kind: its type, for the error message."""
+
+    def unusable(self, name: str, why: str) -> SpecbatchError:
+        """The error for a weight that cannot be used."""
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """How the weights of a checkpoint are quantized. A subclass is a format; `registry.FORMATS` has them all.
+
+    plain: names of modules that are not quantized (see `is_quantized`); patterns: of their full names, as a regular
+    expression after "re:" or with wildcards. `fit` replaces both by what the files say. has_cache_scales: the files
+    have scales for an FP8 KV cache; quantizes_inputs: the checkpoint was made for FP8 activations, too.
+    """
+
+    name: ClassVar[str]  # for log lines
+    file_types: ClassVar[tuple[str, ...]] = ()  # of safetensors: those of weights that keep their name
+    has_expert_gemm: ClassVar[bool] = True  # else experts are dequantized at load
+    has_fp8_gemm: ClassVar[bool] = False  # whether GEMMs can take FP8 activations
+    dequantizes_for_gemm: ClassVar[bool] = False  # whether GEMMs of many rows dequantize the weight first
+    is_of_family: ClassVar[bool] = False  # whether only families that name its method read it (`ModelConfig.methods`)
+
+    plain: frozenset[str] = frozenset()
+    patterns: tuple[str, ...] = ()
+    has_cache_scales: bool = False
+    quantizes_inputs: bool = False
+
+    # The config.json.
+
+    @classmethod
+    @abstractmethod
+    def methods(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
+        """By `quant_method`, what reads a quantization_config."""
+
+    @classmethod
+    def groups(cls) -> dict[tuple[str, int], Callable[[Group], Format]]:
+        """By `type` and `num_bits` of the weights, what reads a group of compressed-tensors."""
+        return {}
+
+    # The tensors on disk.
+
+    @property
+    @abstractmethod
+    def input_step(self) -> int:
+        """A part of the inputs of a weight is a multiple of it."""
+
+    @abstractmethod
+    def parts(self, name: str, shape: Shape) -> Shapes:
+        """The tensors of the quantized weight `name` [..., out, in], as they are stored."""
+
+    @abstractmethod
+    def weight_of(self, name: str) -> str | None:
+        """The quantized weight of which `name` is the scales or another part; None if it is anything else."""
+
+    @classmethod
+    def types_of_part(cls, name: str) -> tuple[tuple[str, ...], str] | None:
+        """The types of safetensors that a part of this name may have, and what an error message says of others; None if
+        it is no name of a part."""
+        return None
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor of the files is not needed, such as the scales of activations."""
+        return is_unused_scale(name)
+
+    def is_idle(self, name: str, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> bool:
+        """Whether a tensor that no config describes can be ignored, because it changes nothing."""
+        return False
+
+    def respelled(self, found: Shapes) -> Shapes:
+        """Those of the tensors `found` that are stored in several shapes, and the one [out, 1] in which they are
+        read."""
+        return {}
+
+    def damage(self, names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> str | None:
+        """What is wrong with the values of files, for an error message; None if nothing is."""
+        return None
+
+    def is_quantized(self, name: str, shape: Shape) -> bool:
+        """Whether a weight is quantized. A plain module includes its submodules, and a name matches every module that
+        ends with it."""
+        if len(shape) < 2 or name.endswith(PLAIN):
+            return False
+        module = name.removesuffix(".weight")
+        parts = module.split(".")
+        starts = [".".join(parts[: place + 1]) for place in range(len(parts))]
+        names = {*starts, *(".".join(parts[place:]) for place in range(len(parts)))}
+        return self.plain.isdisjoint(names) and not any(_matches(pattern, module) for pattern in self.patterns)
+
+    def except_for(self, modules: frozenset[str]) -> Self:
+        """This, without these modules."""
+        return replace(self, plain=self.plain | modules)
+
+    def stored(self, shapes: Shapes, ends: frozenset[str]) -> Shapes:
+        """`shapes` of the weights of a model as those of the tensors on disk. ends: modules that are never
+        quantized."""
+        found: Shapes = {}
+        within = self.except_for(ends)
+        for name, shape in shapes.items():
+            found |= self.parts(name, shape) if within.is_quantized(name, shape) else {name: shape}
+        return found
+
+    def fit(self, found: Shapes) -> Self:
+        """This, with the modules among the tensors `found` (name -> shape) that have no scales as `plain` ones."""
+        scaled = {self.weight_of(name) for name in found}
+        matrices = (name for name, shape in found.items() if len(shape) > 1 and self.weight_of(name) is None)
+        plain = frozenset(name.removesuffix(".weight") for name in matrices if name not in scaled)
+        return replace(self, plain=plain, patterns=(), has_cache_scales=any(map(is_cache_scale, found)))
+
+    # Weights in memory.
+
+    @staticmethod
+    def runs_on(device: torch.device) -> bool:
+        """Has this device GEMMs for the format? A CPU has none: weights are dequantized once, at load. Dequantizing for
+        each GEMM would read and write four times as much."""
+        return device.type == "cuda"
+
+    def keeps(self, name: str, device: torch.device) -> bool:
+        """Whether the quantized weight `name` stays so on this device."""
+        return self.runs_on(device) and (self.has_expert_gemm or "expert" not in name)
+
+    @abstractmethod
+    def load(self, name: str, shape: Shape, source: Source) -> Weight:
+        """This rank's part [..., out, in] of a quantized weight, on the device. Refuses values that are not finite."""
+
+    @abstractmethod
+    def memory(self, shape: Shape) -> int:
+        """Bytes that a quantized weight takes in memory, with its scales."""
+
+    def may_dequantize(self, shape: Shape) -> bool:
+        """Whether concatenating this weight with others may cut its blocks."""
+        return False
+
+    # Random weights.
+
+    @abstractmethod
+    def random(self, name: str, shape: Shape, inputs: int, generator: torch.Generator) -> torch.Tensor:
+        """A random part `name` of a weight with so many inputs, on the generator's device: together the parts have the
+        magnitude of `weights.dummy.random_tensor`."""
+
+    @abstractmethod
+    def random_item(self, name: str) -> int:
+        """Bytes of a value of such a part."""
+
+
+def scaled(name: str) -> str | None:
+    """The tensor that keeps its name, of which `name` is the scales; None if it is anything else."""
+    for suffix in SCALES:
+        if name.endswith(tuple(end + suffix for end in _SCALED)):
+            return name.removesuffix(suffix)
+    return None
+
+
+def scales_per_output(found: Shapes) -> Shapes:
+    """Among the tensors `found`, scales per tensor or per output of a matrix, in any spelling, as [out, 1]; see
+    `Format.respelled`."""
+    pairs = [(name, scales, found[weight]) for name, scales in found.items() if (weight := scaled(name)) in found]
+    return {
+        name: (shape[0], 1)
+        for name, scales, shape in pairs
+        if len(shape) == 2 and scales in ((), (1,), (1, 1), (shape[0],), (shape[0], 1))
+    }
+
+
+def is_unused_scale(name: str) -> bool:
+    """Whether a tensor is a scale that nothing here uses."""
+    return name.endswith(_OF_INPUTS) or is_cache_scale(name)
+
+
+def is_cache_scale(name: str) -> bool:
+    """Whether a tensor is a scale of an FP8 KV cache."""
+    return name.endswith(_OF_CACHE)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith(PATTERN):
+        return re.match(pattern.removeprefix(PATTERN), module) is not None
+    return fnmatchcase(module, pattern)

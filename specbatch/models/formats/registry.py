@@ -1,0 +1,62 @@
+"""All quantization formats, and the reader of the `quantization_config` of a config.json, which chooses one.
+
+compressed-tensors: vllm-project/compressed-tensors, `QuantizationConfig`. The other methods are those of one format
+each, and are read in its module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specbatch.files.config_values import table_of
+from specbatch.models.formats.format import Format, Group
+from specbatch.models.formats.fp8 import FP8Weights
+from specbatch.models.formats.int4 import Int4Weights
+from specbatch.models.formats.mxfp4 import Mxfp4Weights
+from specbatch.models.formats.settings import KEY, refuse_setting, unquantized
+
+FORMATS: tuple[type[Format], ...] = (FP8Weights, Int4Weights, Mxfp4Weights)
+FILE_TYPES = tuple(kind for form in FORMATS for kind in form.file_types)  # of quantized weights that keep their name
+
+
+def format_of(config: dict[str, Any], own: tuple[str, ...] = ()) -> Format | None:
+    """How the weights of a checkpoint are quantized; None if its config.json has no quantization. own: methods that
+    only this family reads. Raises SpecbatchError for one that is not supported."""
+    found = table_of(config, KEY)
+    if not found:
+        return None
+    readers: dict[str, Callable[[dict[str, Any]], Format]] = {"compressed-tensors": _compressed_tensors}
+    for form in FORMATS:
+        readers |= {name: read for name, read in form.methods().items() if name in own or not form.is_of_family}
+    method = found.get("quant_method")
+    reader = readers.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise refuse_setting("quant_method", method, f"use one of {', '.join(readers)}")
+    return reader(found)
+
+
+def _compressed_tensors(found: dict[str, Any]) -> Format:
+    if table_of(found, "transform_config").get("config_groups"):
+        raise refuse_setting("transform_config", found["transform_config"], "weights must not need rotated activations")
+    sparsity = table_of(found, "sparsity_config").get("format", "dense")
+    if sparsity != "dense":
+        raise refuse_setting("sparsity_config.format", sparsity, "it must be 'dense'")
+    groups, modules = table_of(found, "config_groups"), unquantized(found, "ignore")
+    formats = [_of_group(Group(f"config_groups.{name}", table_of(groups, name), found, modules)) for name in groups]
+    if not formats:
+        raise refuse_setting("config_groups", groups, "it must describe how weights are quantized")
+    if any(form != formats[0] for form in formats):
+        works = "weights must be quantized in one way; leave others out"
+        raise refuse_setting("config_groups", sorted(groups), works)
+    return formats[0]
+
+
+def _of_group(group: Group) -> Format:
+    weights = table_of(group.settings, "weights")
+    kind = (weights.get("type"), weights.get("num_bits"))
+    readers = {key: (form.name, read) for form in FORMATS for key, read in form.groups().items()}
+    if kind not in readers:
+        known = [f"{name} (type {key[0]!r} with num_bits {key[1]})" for key, (name, _) in readers.items()]
+        raise refuse_setting(f"{group.where}.weights", kind, f"use {' or '.join(known)}")
+    return readers[kind][1](group)

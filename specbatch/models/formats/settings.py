@@ -1,0 +1,38 @@
+"""Reads and refuses settings of a `quantization_config`, for the formats."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from specbatch.errors import SpecbatchError, refuse
+from specbatch.files.config_values import names_of, spelled
+from specbatch.models.formats.format import PATTERN, Modules
+
+KEY = "quantization_config"
+
+
+def unquantized(found: dict[str, Any], *keys: str) -> Modules:
+    """Names and patterns of the modules that are not quantized, listed under one of these keys."""
+    key = spelled(found, *keys)
+    listed = names_of(found, key) or []
+    patterns = [name for name in listed if name.startswith(PATTERN) or "*" in name]
+    for pattern in patterns:
+        try:
+            re.compile(pattern.removeprefix(PATTERN) if pattern.startswith(PATTERN) else "")
+        except re.error as error:
+            raise refuse_setting(key, pattern, f"it is no regular expression ({error})") from None
+    return frozenset(listed) - set(patterns), tuple(patterns)
+
+
+def expect(found: dict[str, Any], key: str, *works: Any, default: Any = None, where: str = "") -> None:
+    """Refuse another value than these. where: the place of `found` in the quantization_config."""
+    value = found.get(key)
+    value = default if value is None else value
+    if value not in works:
+        wanted = " or ".join(repr(one) for one in works)
+        raise refuse_setting(f"{where}.{key}".lstrip("."), value, f"it must be {wanted}")
+
+
+def refuse_setting(key: str, value: Any, works: str) -> SpecbatchError:
+    return refuse(f"{KEY}.{key}", value, f"{works}; else use unquantized weights or a GGUF file")

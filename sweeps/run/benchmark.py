@@ -1,0 +1,267 @@
+"""The benchmark of a sweep: requests with prompts, lengths and arrivals of a `Workload`, the same for every engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbatch.config.engine_config import EngineConfig
+from specbatch.core.request import SamplingParams
+from specbatch.errors import at_least, counted, each_once, refuse
+from specbatch.memory.page_pool import held_at_once
+from specbatch.records.run_record import RunRecord
+from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
+from specbatch.sweeps.report.notes import failures
+from specbatch.sweeps.report.points import load_records, precision_of
+from specbatch.sweeps.run.conversations import Call, ask, label, longest
+from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
+from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected
+from specbatch.sweeps.run.runner import Measured, save_measured
+from specbatch.sweeps.run.sanity_checks import warnings
+from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
+from specbatch.sweeps.workload.heading import lines_of
+from specbatch.sweeps.workload.workloads import Workload, sha256_of
+
+if TYPE_CHECKING:
+    from specbatch.engine.interface import InferenceEngine
+    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.sweeps.http.server import Server
+    from specbatch.text.tokenizer import Tokenizer
+
+DIGEST = 16  # hexadecimal digits
+WARM_UP_TOKENS = 16
+CPU_WARM_UP = 4  # requests and tokens: a CPU has nothing to compile, and a whole batch takes as long as a point
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """Which points are run: each configuration at each concurrency, `repeats` times.
+
+    until_precise   adds rounds at each concurrency until the 95% interval of every ratio to the baseline, which is
+                    valid at every number of rounds (`specbatch.records.estimates`), is at most this (0.02: ±2%), or
+                    `most_repeats` rounds have run; None: adds none
+    section         the name of this sweep in a bench, which consists of several
+    """
+
+    concurrency: tuple[int, ...] = (1, 8, 32, 128)
+    repeats: int = 1
+    workload: Workload = field(default_factory=Workload)
+    section: str = ""
+    until_precise: float | None = None
+    most_repeats: int = 10
+
+    def __post_init__(self) -> None:
+        for number in self.concurrency:
+            if number < 1:
+                raise refuse("concurrency", number, "use whole numbers of at least 1, for example 1,8,32,128")
+        each_once("concurrency", self.concurrency)
+        at_least("repeats", self.repeats, 1)
+        if self.until_precise is not None:
+            at_least("repeats", self.repeats, 2)  # of one there is no interval
+            at_least("most_repeats", self.most_repeats, self.repeats)
+        most, count = max(self.concurrency), self.workload.count(max(self.concurrency))
+        if most > count and not self.workload.is_open:
+            raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or more groups")
+
+    def fitted(self, configs: Configs) -> dict[str, EngineConfig | Server]:
+        """Engines as long as the workload's prompts and answers, unless they were asked to be longer. Servers are as
+        they are."""
+        own = engines_of(configs)
+        most = max(self.concurrency)
+        if self.until_precise is not None and len(configs) < 2:
+            works = "a ratio needs a configuration to compare with; use at least two, or --repeats"
+            raise refuse("until_precise", f"{100 * self.until_precise:g}%", works)
+        for config in own.values():
+            if config.max_running < (share := -(-most // config.data_parallel)):
+                on = f" on {config.data_parallel} replicas" if config.data_parallel > 1 else ""
+                raise refuse("max_running", config.max_running, f"concurrency {most}{on} needs at least {share}")
+        length = self.workload.max_model_len
+        longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
+        return {name: longer.get(name, config) for name, config in configs.items()}
+
+    def described(self, configurations: Iterable[str], *, shortened: bool) -> str:
+        """The settings that a sweep runs with; `shortened`: defaults for a CPU are among them."""
+        workload = self.workload
+        lengths = lines_of(workload.describe([]))["workload"]
+        count = workload.prompts_per_concurrency
+        prompts = f"{counted(count, 'prompt')} per concurrent request (at least {LEAST_PROMPTS})"
+        if workload.is_grouped:
+            prompts = f"{workload.groups * workload.group_prompts} prompts"
+        rate = "" if workload.request_rate == math.inf else f", {workload.request_rate:g} requests/s"
+        least = "" if self.until_precise is None else "at least "
+        repeats = f"{least}{counted(self.repeats, 'repeat')}"
+        line = (
+            f"settings: {lengths}; {prompts}{rate}; concurrency {', '.join(map(str, self.concurrency))}; "
+            f"{repeats}; configurations {', '.join(configurations)}"
+        )
+        return f"{line}\nshort run, the default on a CPU; for a long one add {LONG_RUN}" if shortened else line
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """The points of a sweep, as a `PointWorkload`.
+
+    measured   called with engine, point and record of each point that was measured, before it is saved
+    """
+
+    options: SweepOptions
+    measured: Callable[[Any, Point, RunRecord], None] | None = None
+    kind = SWEEP
+
+    @property
+    def concurrency(self) -> tuple[int, ...]:
+        return self.options.concurrency
+
+    @property
+    def repeats(self) -> int:
+        return self.options.repeats
+
+    @property
+    def section(self) -> str:
+        return self.options.section
+
+    def plan(self, configs: Mapping[str, Described]) -> dict[str, Any]:
+        return plan_of(configs, self.options)
+
+    def requests(self, concurrency: int) -> int:
+        return self.options.workload.requests(concurrency)
+
+    def load(self, configs: Configs, log: Log | None, failed: Failed | None) -> AbstractContextManager[Engines]:
+        return connected(configs, log, self.options.workload, failed)
+
+    def prepare(self, engines: Engines, tokenizer: Tokenizer) -> BenchmarkPrompts:
+        workload = self.options.workload
+        prompts = workload.prompts(tokenizer, workload.count(max(self.concurrency)))
+        params = workload.params(len(prompts))
+        for client in clients_of(engines):
+            client.know_messages(prompts, workload.messages(len(prompts)))
+        return BenchmarkPrompts(self, prompts, params, list(longest(workload, tokenizer, prompts, params)))
+
+    def save(self, folder: Path, plan: dict[str, Any], point: Point, measured: Measured) -> None:
+        save_measured(folder, plan, point, measured)
+
+    def more_points(self, configs: Iterable[str], folder: Path) -> list[Point]:
+        """The next round at each concurrency where a ratio is not known to `until_precise` yet. Configurations that
+        fail have none."""
+        options = self.options
+        if options.until_precise is None:
+            return []
+        known = precision_of(load_records(folder))
+        vague = {concurrency for (concurrency, _), share in known.items() if share > options.until_precise}
+        rounds = {one: rounds_at(one, options.repeats, folder) for one in options.concurrency if one in vague}
+        return [
+            point
+            for concurrency, done in rounds.items()
+            if done < options.most_repeats
+            for point in round_of(configs, concurrency, done + 1)
+        ]
+
+
+@dataclass(frozen=True)
+class BenchmarkPrompts:
+    """The prompts of a benchmark as token ids, of which each point runs the first ones, and most tokens of each."""
+
+    benchmark: Benchmark
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    lengths: list[int]
+
+    def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
+        lengths = self.lengths[: self._workload.count(concurrency)]
+        check_concurrency(name, engine.caps, _replicas(engine), concurrency, lengths)
+
+    def warm_up(self, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
+        """Run a full batch, and on a GPU one request that takes the slot of another. Prompt passes alternate with
+        iterations, so each request has enough new tokens that the first one still runs when the last one begins."""
+        prompts, params = self._of(concurrency)
+        caps, replicas, most = engine.caps, _replicas(engine), WARM_UP_TOKENS
+        running = -(-concurrency // replicas) * replicas  # each replica has a full batch
+        count = running
+        if caps.get("device") == "cpu":
+            count, most = min(count, CPU_WARM_UP * replicas), CPU_WARM_UP
+        elif "prefill_chunk" in caps:
+            count += replicas
+            passes = -(-sum(map(len, prompts[:running])) // (caps["prefill_chunk"] * replicas))
+            most = max(most, (passes + 2) * caps["verify_rows"])
+        short = [replace(wanted, max_new_tokens=min(wanted.max_new_tokens, most)) for wanted in params[:count]]
+        engine.generate(prompts[:count], short, concurrency=min(running, len(short)))
+
+    def measure(self, engine: InferenceEngine | HttpEngine, point: Point, count: Callable[[], None]) -> Measured:
+        """Measure one point: a closed loop that keeps `concurrency` requests unfinished, prompts that arrive by a
+        clock, of which at most `concurrency` run, or one request after the other. At its start the prefix cache is
+        empty, and the corpus has no answers of this run."""
+        workload, (prompts, params) = self._workload, self._of(point.concurrency)
+        if engine.config.prefix_cache or _has_corpus(engine):
+            engine.forget_prefixes()
+        engine.reset_record()
+        asked = list(ask(engine, workload, prompts, params, point.concurrency, lambda _: count()))
+        completions = [completion for call in asked for completion in call.completions]
+        record = engine.record(concurrency=point.concurrency, workload=self.describe(point.concurrency))
+        label(workload, asked, record.requests, len(prompts))
+        _add_digests(record.requests, asked, len(prompts))
+        if workload.slo is not None:
+            record.metrics |= workload.slo.metrics(record.requests, record.metrics["duration_s"])
+        record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
+        found = warnings(workload, completions, params, drafts=record.drafts)
+        # A simulated accept length makes the text meaningless.
+        record.workload["warnings"] = [] if record.simulated_accept_length is not None else list(found)
+        if (errors := failures(record)) and not record.metrics["requests"]:
+            reasons = "; ".join(f"{error} ({number})" for error, number in errors)
+            record.workload["error"] = f"every request failed: {reasons}"
+        if self.benchmark.measured is not None and not record.error:
+            self.benchmark.measured(engine, point, record)
+        return Measured(record)
+
+    def describe(self, concurrency: int) -> dict[str, Any]:
+        options = self.benchmark.options
+        about = {"until_precise": options.until_precise, "section": options.section or None}
+        known = {name: value for name, value in about.items() if value is not None}
+        return options.workload.describe(self._of(concurrency)[0]) | known
+
+    @property
+    def _workload(self) -> Workload:
+        return self.benchmark.options.workload
+
+    def _of(self, concurrency: int) -> tuple[list[list[int]], list[SamplingParams]]:
+        """The prompts of a point, and their parameters."""
+        count = self._workload.count(concurrency)
+        return self.prompts[:count], self.params[:count]
+
+
+def check_concurrency(name: str, caps: Mapping[str, Any], replicas: int, most: int, lengths: list[int]) -> None:
+    """Refuse requests of these lengths that would wait for a slot or for pages: the numbers would be of another
+    concurrency. Each replica must hold its share, of the longest ones. A server does not report its pages."""
+    if "kv_pages" not in caps:
+        return
+    limit = held_at_once(caps, lengths) * replicas
+    if most > limit:
+        fewer = f"at most {limit}, " if limit else ""
+        raise refuse(
+            "concurrency",
+            most,
+            f"{name} can hold {limit} of these requests at once (max_running={caps['max_running']}, "
+            f"kv_pages={caps['kv_pages']}); use {fewer}shorter requests or more kv_pages",
+        )
+
+
+def _replicas(engine: InferenceEngine | HttpEngine) -> int:
+    return engine.config.data_parallel if isinstance(engine.config, EngineConfig) else 1
+
+
+def _has_corpus(engine: InferenceEngine | HttpEngine) -> bool:
+    return isinstance(engine.config, EngineConfig) and engine.config.speculation.corpus is not None
+
+
+def _add_digests(rows: list[dict[str, Any]], asked: list[Call], count: int) -> None:
+    """Add to each row, labelled by `label`, what its answer was, so that answers can be compared. A server reports no
+    tokens."""
+    answers = {(call.turn - 1) * count + call.places[one.index]: one for call in asked for one in call.completions}
+    for row in rows:
+        if (answer := answers.get(row["index"])) is not None and answer.is_complete:
+            row["text_digest"] = sha256_of([answer.text])[:DIGEST]
+            if answer.token_ids:
+                row["token_digest"] = sha256_of([answer.token_ids])[:DIGEST]

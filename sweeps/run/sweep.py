@@ -1,0 +1,129 @@
+"""Runs a sweep into a folder: all points, on this machine or the workers of a cluster, and the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specbatch.errors import counted, reporting
+from specbatch.progress.bars import NotedReport
+from specbatch.records.sweep_plan import Described, points
+from specbatch.sweeps.report.notes import losses_of
+from specbatch.sweeps.report.points import load_records
+from specbatch.sweeps.report.tables import write_summary
+from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
+from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup, engines_of
+from specbatch.sweeps.run.loading import Configs, Log, check_early, one_group
+from specbatch.sweeps.run.runner import PointWorkload, run_points
+
+if TYPE_CHECKING:
+    from specbatch.replicas.cluster import Cluster
+    from specbatch.sweeps.http.engine import HttpEngine
+
+
+def run_sweep(
+    configs: Configs,
+    options: SweepOptions,
+    folder: Path,
+    *,
+    log: Log | None = None,
+    report: NotedReport | None = None,
+    cluster: Cluster | None = None,
+) -> str:
+    """Run every point that is not finished, write its record as soon as it is done, and return the Markdown summary.
+
+    `folder` exists; where it holds points of the same sweep, they stay as they are, except for failed ones, which run
+    again. On an error or Ctrl-C the summary of what is finished is written first. A configuration that fails (it does
+    not fit, its draft is unknown) leaves records with the error, and the others go on. Refused: what concerns all of
+    them, such as an unknown model, a draft that all share, or a concurrency that none can hold.
+
+    cluster: its workers measure the points; None: this process does
+    """
+    fit = options.fitted(configs)
+    run = partial(run_workloads, fit, {folder: Benchmark(options)}, cluster=cluster, log=log, report=report)
+    return _summarized(fit, run, options, folder, log)
+
+
+def run_workloads(
+    configs: Configs,
+    workloads: Mapping[Path, PointWorkload],
+    *,
+    failed: Failed | None = None,
+    cluster: Cluster | None = None,
+    log: Log | None = None,
+    report: NotedReport | None = None,
+) -> None:
+    """Run the points that are not finished of one workload after the other, in this process, where they share the
+    engines, or on the workers of `cluster`.
+
+    workloads   by the folder of their results
+    failed      gets the reasons why engines cannot be built in this process
+    """
+    if cluster is not None:
+        from specbatch.sweeps.run.blocks import run_blocks
+
+        one_group(configs)
+        for folder, workload in workloads.items():
+            run_blocks(cluster, engines_of(configs), workload, folder, log=log, report=report)
+        return
+    failed = Failed() if failed is None else failed
+    check_early(configs, failed, log)
+    load = next(iter(workloads.values())).load
+    with LoadedGroup(configs, lambda group: load(group, log, failed), failed) as loaded:
+        for folder, workload in workloads.items():
+            run_points(configs, loaded, workload, folder, log=log, report=report)
+
+
+def run_server(
+    server: HttpEngine,
+    options: SweepOptions,
+    folder: Path,
+    *,
+    log: Log | None = None,
+    report: NotedReport | None = None,
+) -> str:
+    """Run a sweep with a server as the only configuration, named by its model. A point whose requests all fail leaves a
+    record with the error, and the others go on."""
+    configs = {server.model: server.config}
+
+    def run() -> None:
+        with LoadedGroup(configs, lambda _: nullcontext({server.model: server}), None) as loaded:
+            run_points(configs, loaded, Benchmark(options), folder, log=log, report=report)
+
+    return _summarized(configs, run, options, folder, log)
+
+
+def _summarized(
+    configs: Mapping[str, Described],
+    run: Callable[[], None],
+    options: SweepOptions,
+    folder: Path,
+    log: Log | None,
+) -> str:
+    """Run all points and write the summary, also of a sweep that is interrupted or fails."""
+    if len(engines_of(configs)) < len(configs):
+        options.workload.refuse_unsent()
+
+    def kept() -> str:
+        finished = sum(point.is_finished(folder) for point in points(configs, options, folder))
+        return what_is_kept(finished, f"the summary in {folder}")
+
+    with reporting(kept):
+        try:
+            run()
+        finally:
+            begun = any(point.is_finished(folder) for point in points(configs, options))
+            summary = write_summary(folder) if begun else ""
+    if log is not None and (below := losses_of(load_records(folder))):
+        log(below.log_text)
+    return summary
+
+
+def what_is_kept(finished: int, tables: str) -> str:
+    """How many points are finished, for an interruption or a failure. tables: which are written, and where."""
+    if not finished:
+        return "no point was finished"
+    return f"kept {counted(finished, 'finished point')} and {tables}; the same command with this --out continues"
