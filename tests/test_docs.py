@@ -16,7 +16,6 @@ from click import Command, Context
 from typer.testing import CliRunner
 
 from specbatch.cli.app import app
-from specbatch.records.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -129,25 +128,21 @@ def test_numbers_in_the_readme_are_in_results() -> None:
         assert float(number) in rounded[digits], number
 
 
-def test_layers_are_those_of_the_import_contract() -> None:
+def test_layers_are_those_of_the_import_contracts() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    (contract,) = [item for item in settings["contracts"] if item["type"] == "layers"]
-    table = (ROOT / "docs" / "architecture.md").read_text().partition("| layer |")[2].partition("\n\n")[0]
+    packages, *rooms = [item for item in settings["contracts"] if item["type"] == "layers"]
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("| layer |")[2].partition("\n\n")[0]
     rows = [set(re.findall(r"`([a-z_]+)`", row.split("|")[1])) for row in table.splitlines()[2:]]
-    assert rows == [set(re.findall(r"[a-z_]+", layer)) for layer in contract["layers"]]
-
-
-def test_glossary_has_every_metric() -> None:
-    named = set(re.findall(r"`([a-z0-9_]+)`", (ROOT / "docs" / "glossary.md").read_text()))
-    assert {re.sub(r"^(mean|median|p\d+|max)_", "", key) for key in METRICS} <= named
-
-
-def test_gate_takes_the_metrics_of_its_page() -> None:
-    row = (ROOT / "docs/ci-gate.md").read_text().split("| higher is better |")[1].splitlines()[2]
-    listed = dict(zip(("higher", "lower"), row.strip("|").split("|"), strict=True))
-    for better, names in listed.items():
-        for name in re.findall(r"`(\w+)`", names):
-            assert METRICS[name].better == better, name
+    assert rows == [set(re.findall(r"[a-z_]+", layer)) for layer in packages["layers"]]
+    inside = page.partition("| package |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(inside) == len(rooms)
+    for row, contract in zip(inside, rooms, strict=True):
+        assert row.split("`")[1].replace("/", ".") == contract["containers"][0].removeprefix("specbatch.")
+        named = re.findall(r"`([a-z_]+)(?:/|\.py)?`", row.split("|")[2])
+        folders = {name for layer in contract["layers"] for name in re.findall(r"\w+", layer)}
+        assert set(named) <= folders
+        assert {name for name in folders if any(ROOT.glob(f"**/{row.split('`')[1]}/{name}/"))} <= set(named)
 
 
 @pytest.fixture
@@ -206,3 +201,13 @@ def test_findings_are_listed_and_say_what_was_expected(script: Path) -> None:
     assert f"| [{script.name}]({script.name}) | {first} |" in (ROOT / "findings/README.md").read_text()
     for part in ("Versions:", "Expected:", "Seen:", "Matters:"):
         assert any(line.startswith(part) for line in header), part
+
+
+def test_the_files_to_read_are_ten_and_short() -> None:
+    """docs/reading-the-code.md names each with its number of lines."""
+    text = (ROOT / "docs/reading-the-code.md").read_text()
+    listed = re.findall(r"^\| \d+ \| `([\w/.]+)` \| (\d+) \|", text, re.MULTILINE)
+    lines = {name: len((ROOT / name).read_text().splitlines()) for name, _ in listed}
+    assert len(lines) == 10
+    assert {name: int(count) for name, count in listed} == lines
+    assert sum(lines.values()) <= 1600

@@ -148,6 +148,8 @@ def evaluate(
     ones, as many for each concurrent request), and one table shows accuracy beside
     accept length, TTFT, TPOT, throughput and speedup, with the paired difference of accuracy from the configuration
     without speculation. The same command with the folder as --out runs the points that are missing or have failed.
+    Several tasks have a folder and a table each. Different models (model = ..., or --model A,B) run one after the
+    other, each in its own process and folder. With --distributed the workers of a Ray cluster measure whole rounds.
 
     Tasks of type multiple_choice, loglikelihood and loglikelihood_rolling (arc_easy, lambada_openai, wikitext) compare
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --configs do not
@@ -299,7 +301,8 @@ def _compare(
         evaluations(ours, tasks, folder / name)
         if workers is None:
             check(ours)
-    found, statuses = dict[str, dict[str, Grid]](), list[int]()
+    found: dict[str, dict[str, Grid]] = {}
+    statuses: list[int] = []
     for name, ours in models.items():
         say(f"{name}:")
         run = partial(run_grids, ours, tasks, left_out=left_out, cluster=workers)

@@ -154,8 +154,9 @@ def sweep(
     algorithm = "ngram"
     draft-tokens = [3, 7]
 
-    Different models (model = ...) run one after the other, each in its own process and folder. Configurations on
-    another number of devices (tensor-parallel, data-parallel) are loaded one after the other in each round.
+    Different models (model = ..., or --model A,B) run one after the other, each in its own process and folder.
+    Configurations on another number of devices (tensor-parallel, data-parallel) are loaded one after the other in each
+    round.
 
     A table with engine = "http" and base-url = "http://localhost:8000" is a server of another engine, measured in the
     same rounds and with the same prompts (docs/head-to-head.md).
@@ -192,7 +193,7 @@ def sweep(
     steps = whole_numbers("concurrency", lengths.concurrency if concurrency is None else concurrency)
     input_len, thinking = workload["input_len"], workload["thinking"]
     is_shortened = on_cpu and None in (concurrency, workload["output_len"], workload["prompts_per_concurrency"])
-    usual = {
+    usual: dict[str, Any] = {
         "dataset": default_dataset(input_len_given=input_len is not None),
         "output_len": lengths.output_len,
         "prompts_per_concurrency": lengths.prompts_per_concurrency,

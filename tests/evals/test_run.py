@@ -6,7 +6,6 @@ import json
 import logging
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -95,15 +94,12 @@ def text(doc):
 """
 
 
-def test_random_choices_of_a_task_are_those_of_lm_eval(
-    make_engine: Any, tasks_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_random_choices_of_a_task_are_those_of_lm_eval(make_engine: Any, tasks_folder: Path, no_env_info: None) -> None:
     """lm-eval seeds once, before it loads the tasks, which draw then, too."""
     import lm_eval.evaluator
 
     from specbatch.evals.lm import SpecBatchLM
 
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
     (tasks_folder / "drawing.py").write_text(DRAWING)
     keys = "custom_dataset: !function drawing.splits\ndoc_to_text: !function drawing.text\ndoc_to_target: a"
     (tasks_folder / "drawing.yaml").write_text(f"task: drawing\n{keys}\ntest_split: test\n")
@@ -313,10 +309,8 @@ def test_an_interrupted_run_continues_with_the_same_options_only(
 
 
 def test_prompts_that_are_too_long_are_found_before_the_model_is_loaded(
-    make_engine: Any, scored_file: Path, monkeypatch: pytest.MonkeyPatch
+    scored_file: Path, byte_checkpoint: None
 ) -> None:
-    found = SimpleNamespace(tokenizer=lambda: make_engine(str).tokenizer)
-    monkeypatch.setattr("specbatch.evals.run.open_checkpoint", lambda *_, **__: found)
     config = EngineConfig(max_model_len=300)
     with pytest.raises(SpecbatchError, match=r"^max_model_len=300: .* truncate_prompts drops the beginning"):
         prepare(EvalOptions("gsm8k", data=scored_file)).check_lengths(config)
