@@ -16,7 +16,6 @@ from click import Command, Context
 from typer.testing import CliRunner
 
 from specbatch.cli.app import app
-from specbatch.records.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -144,19 +143,6 @@ def test_layers_are_those_of_the_import_contracts() -> None:
         folders = {name for layer in contract["layers"] for name in re.findall(r"\w+", layer)}
         assert set(named) <= folders
         assert {name for name in folders if any(ROOT.glob(f"**/{row.split('`')[1]}/{name}/"))} <= set(named)
-
-
-def test_glossary_has_every_metric() -> None:
-    named = set(re.findall(r"`([a-z0-9_]+)`", (ROOT / "docs" / "glossary.md").read_text()))
-    assert {re.sub(r"^(mean|median|p\d+|max)_", "", key) for key in METRICS} <= named
-
-
-def test_gate_takes_the_metrics_of_its_page() -> None:
-    row = (ROOT / "docs/ci-gate.md").read_text().split("| higher is better |")[1].splitlines()[2]
-    listed = dict(zip(("higher", "lower"), row.strip("|").split("|"), strict=True))
-    for better, names in listed.items():
-        for name in re.findall(r"`(\w+)`", names):
-            assert METRICS[name].better == better, name
 
 
 @pytest.fixture

@@ -288,7 +288,7 @@ def test_piecewise_prefill_equals_a_whole_pass(
 ) -> None:
     """Last and auxiliary hidden states, without padding and without those of a longer pass before."""
     worker = graph_engine(graphs=Graphs()).parts.worker
-    batch, page_size = worker.batch, worker._page_size
+    batch, page_size = worker.batch, worker.prefill_step.page_size
     model, cache = worker.decode_step.model, worker.decode_step.cache
     model = model.with_aux((2, 0)) if needs_all_hidden else model
     piecewise = PiecewiseGraphs(
