@@ -27,7 +27,8 @@ from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, default_dataset
-from specbatch.sweeps.workload.workloads import LOAD, RANDOM, Workload, shown
+from specbatch.sweeps.workload.lengths import shown
+from specbatch.sweeps.workload.workloads import LOAD, RANDOM, Workload
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig

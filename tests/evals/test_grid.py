@@ -172,6 +172,9 @@ def test_interrupted_grid_continues_with_the_missing_points(evaluate_all: Run, e
     with pytest.raises(SpecbatchError, match="is of an evaluation with another"):
         evaluate_all(temperature=0.6)
     assert evaluate_all().rows() == rows
+    loads = engines.loads
+    assert evaluate_all(overwrite=True).rows() == rows
+    assert engines.loads == loads + 1
 
 
 def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Any, tmp_path: Path) -> None:
