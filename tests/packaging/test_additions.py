@@ -14,7 +14,7 @@ from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.formats.registry import FORMATS
 
 COMMANDS = ("specbatch/cli/options.py", "specbatch/config/engine_config.py", "sweeps/run/configurations.py")
-MICROBENCHMARKS = ("sweeps/microbench/acceptance.py", "sweeps/microbench/accept.py", "sweeps/microbench/equal_rows.py")
+MICROBENCHMARKS = ("sweeps/microbench/acceptance.py", "sweeps/microbench/equal_rows.py")
 # Algorithm -> why files name it -> these files.
 ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "ngram": {
