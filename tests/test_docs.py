@@ -204,10 +204,10 @@ def test_findings_are_listed_and_say_what_was_expected(script: Path) -> None:
 
 
 def test_the_files_to_read_are_ten_and_short() -> None:
-    """docs/reading-the-code.md names each with its number of lines."""
+    """docs/reading-the-code.md names each with about its number of lines."""
     text = (ROOT / "docs/reading-the-code.md").read_text()
     listed = re.findall(r"^\| \d+ \| `([\w/.]+)` \| (\d+) \|", text, re.MULTILINE)
     lines = {name: len((ROOT / name).read_text().splitlines()) for name, _ in listed}
     assert len(lines) == 10
-    assert {name: int(count) for name, count in listed} == lines
+    assert all(abs(int(count) - lines[name]) <= 20 for name, count in listed)
     assert sum(lines.values()) <= 1600
