@@ -96,8 +96,7 @@ ARCHITECTURE_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "a benchmark": ("sweeps/microbench/job_memory.py",),
     },
 }
-# Quantization format -> the same. FP8 is also a type of activations and of KV caches, so that only imports of its format
-# count.
+# Quantization format -> the same. FP8 is also a type of activations and of KV caches: only imports of its format count.
 FORMAT_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "fp8": {
         "drafts in FP8": (
