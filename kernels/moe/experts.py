@@ -67,18 +67,9 @@ def fused_moe_ref(
 fused_moe = op(fused_moe_ref, "specbatch.kernels.moe.experts_triton:fused_moe")
 
 
-def shared_slices(
-    up: torch.Tensor, down: torch.Tensor, inner: int, activation: Activation
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A shared expert as experts of width `inner`, whose sum it is: up [n, (2 *) inner, H], down [n, H, inner].
-
-    up [2 * I, H] (swiglu) or [I, H], down [H, I]. What is missing to a multiple of `inner` is filled up with zeros.
-    """
-    return slices_of_up(up, inner, activation), slices_of_down(down, inner)
-
-
 def slices_of_up(up: torch.Tensor, inner: int, activation: Activation) -> torch.Tensor:
-    """The first of `shared_slices`."""
+    """The first matrices of a shared expert as those of experts of width `inner`, whose sum it is: up [2 * I, H]
+    (swiglu) or [I, H] -> [n, (2 *) inner, H]. What is missing to a multiple of `inner` is filled up with zeros."""
     halves = up.unflatten(0, (2 if activation in GATED else 1, -1))
     slices = F.pad(halves, (0, 0, 0, -halves.shape[1] % inner)).unflatten(1, (-1, inner))
     found: torch.Tensor = slices.transpose(0, 1).flatten(1, 2)
@@ -86,7 +77,7 @@ def slices_of_up(up: torch.Tensor, inner: int, activation: Activation) -> torch.
 
 
 def slices_of_down(down: torch.Tensor, inner: int) -> torch.Tensor:
-    """The second of `shared_slices`."""
+    """The last matrix of such an expert: down [H, I] -> [n, H, inner]."""
     slices: torch.Tensor = F.pad(down, (0, -down.shape[1] % inner)).unflatten(1, (-1, inner)).transpose(0, 1)
     return slices
 
@@ -102,7 +93,7 @@ class Experts:
 
     router [rule.logits, H], router_bias [rule.logits] or None: a row for each routed expert and, if gated, the shared
     expert's gate after them; its type is that of the logits (Nemotron-H: float32). up and down as in `experts_ref` with
-    rule.experts + rule.shared experts, the shared ones last (`shared_slices`).
+    rule.experts + rule.shared experts, the shared ones last (`slices_of_up`).
     """
 
     def __init__(

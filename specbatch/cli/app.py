@@ -70,13 +70,13 @@ class Commands(TyperGroup):
 def _reported(running: Callable[[], tuple[str | None, Any]]) -> Iterator[None]:
     """Report errors in one line, in the words of the command line. running: the command, and how it was called."""
 
-    def said(error: SpecbatchError) -> str:
+    def worded(error: SpecbatchError) -> str:
         return in_flags(error, flags_of(running()[1].params))
 
     try:
         yield
     except SpecbatchError as error:
-        say(f"error: {'; '.join(filter(None, [said(error), error.kept]))}")
+        say(f"error: {'; '.join(filter(None, [worded(error), error.kept]))}")
         raise typer.Exit(1 if isinstance(error, FailedError) else 2) from error
     except _UsageError as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # its message is the help of a group of commands

@@ -290,9 +290,8 @@ class ModelConfig:
 
     def mlp_bytes(self, dtype: torch.dtype) -> int:
         """Bytes per token that an MLP needs at most besides the residual stream."""
-        return (
-            self.hidden_size + 3 * self.intermediate_size
-        ) * dtype.itemsize  # norm(x), gate, up, and silu(gate) * up
+        # norm(x), gate, up, and silu(gate) * up
+        return (self.hidden_size + 3 * self.intermediate_size) * dtype.itemsize
 
     @property
     def state_shapes(self) -> tuple[StateShape, ...]:

@@ -73,7 +73,7 @@ class _Replica:
     built           its engines
     failures        of its predecessors in a row that ended without a result
     has_worked      whether it has sent a result
-    said            its lines of the logs, by engine and without numbers
+    logged          its lines of the logs, by engine and without numbers
     heard           when it sent its last message or was given something to do, by `ReplicaPool.clock`
     """
 
@@ -82,7 +82,7 @@ class _Replica:
     failures: int
     has_worked: bool = False
     built: set[int] = field(default_factory=set)
-    said: Counter[tuple[int, str]] = field(default_factory=Counter)
+    logged: Counter[tuple[int, str]] = field(default_factory=Counter)
     heard: float = 0.0
 
 
@@ -96,7 +96,7 @@ class ReplicaPool:
     def __init__(self, starter: Starter, log: Callable[[str], None]) -> None:
         self._starter = starter
         self._log = log
-        self._said: Counter[tuple[int, str]] = Counter()  # the most that a replica has said of each line
+        self._logged: Counter[tuple[int, str]] = Counter()  # the most that a replica has logged of each line
         self._printed: set[str] = set()
         self._inbox: SimpleQueue[tuple[int, Message]] = SimpleQueue()
         self._builds: dict[int, Build] = {}
@@ -247,9 +247,9 @@ class ReplicaPool:
         match message:
             case Log(engine, line):
                 key = engine, re.sub(r"[0-9.,]+( [KMGT]?i?B\b)?", "#", line)
-                replica.said[key] += 1
-                if replica.said[key] > self._said[key]:  # the first replica to say it speaks for all
-                    self._said[key] += 1
+                replica.logged[key] += 1
+                if replica.logged[key] > self._logged[key]:  # the first replica logs it for all
+                    self._logged[key] += 1
                     self._logs.get(engine, self._log)(line)
                 return None
             case Output(line):

@@ -147,9 +147,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
     kv_heads = _same_in_all_layers(
         file, ".attention.head_count_kv", heads, others=(0,) if layout.has_convolutions else ()
     )
-    inner = (
-        file.count(".expert_feed_forward_length") if layout.is_mixture else None
-    )  # that of experts, without dense layers
+    # Mixtures without dense layers state the width of experts only.
+    inner = file.count(".expert_feed_forward_length") if layout.is_mixture else None
     usual = {
         "architectures": [layout.architecture],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],

@@ -28,7 +28,7 @@ class Server:
     api_key_env  environment variable that holds the server's key
     idle_timeout     seconds without an event of the stream after which its request has failed
     request_timeout  seconds from sending a request to the end of its answer
-    speculation  what the server was started with, for its records; it is not sent. None: not said
+    speculation  what the server was started with, for its records; it is not sent. None: not known
     thinking     "chat": `enable_thinking` of the template; None leaves it to the template
     alongside    an engine of the same sweep, which must have the same model: the server's records name it, and the
                  prompts are made with its tokenizer

@@ -82,7 +82,7 @@ def _resolved(name: str, records: list[RunRecord]) -> str:
 
 
 def described(record: RunRecord) -> str:
-    """Speculation and graphs of a configuration, or the server and the speculation that it is said to have."""
+    """Speculation and graphs of a configuration, or the server and the speculation that its configuration names."""
     if server := record.config.get("server"):
         asked = str(record.speculation).replace(f", schedule {record.speculation.schedule}", "")
         return f"{server}; {asked}" if record.config.get("speculation_known") else str(server)

@@ -318,7 +318,7 @@ def _remarks(record: RunRecord) -> Iterator[Note]:
 
 
 def _is_known(record: RunRecord) -> bool:
-    """Whether the user said which speculation the server has."""
+    """Whether the user named the speculation of the server."""
     return bool(record.config.get("speculation_known"))
 
 

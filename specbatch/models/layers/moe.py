@@ -95,7 +95,7 @@ def swiglu_rows(stem: str, inner: int, names: tuple[str, str, str] = SWIGLU_NAME
 def with_shared(
     read: Reader, stem: str, routed: tuple[Weight, Weight], shared: tuple[Weight, Weight], activation: Activation
 ) -> tuple[Weight, Weight, int]:
-    """Append the shared expert to the routed ones, as slices of their width (see `shared_slices`). Returns up and down
+    """Append the shared expert to the routed ones, as slices of their width (see `slices_of_up`). Returns up and down
     of all experts of the mixture `stem`, and the number of these slices."""
     inner, width = routed[1].shape[2], shared[1].shape[1]
     weights = (*routed, *shared)
@@ -118,7 +118,7 @@ def with_shared(
 
 
 def _slices(up: Weight, down: Weight, inner: int, activation: Activation) -> tuple[Weight, Weight] | None:
-    """Up and down of a shared expert as stacks of `shared_slices`; None if these would cut blocks of scales."""
+    """Up and down of a shared expert as stacks of slices (`slices_of_up`); None if these would cut blocks of scales."""
     rows, columns = up.block[0], down.block[1] or 1
     if down.shape[1] % rows or inner % rows or inner % columns:
         return None

@@ -24,7 +24,7 @@ from specbatch.kernels.gemm.quantized.mxfp4 import Mxfp4Weight, pack_mxfp4
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.moe import experts_triton
 from specbatch.kernels.moe.expert_weights import Activation, Biases, ExpertWeights
-from specbatch.kernels.moe.experts import Experts, experts_ref, shared_slices
+from specbatch.kernels.moe.experts import Experts, experts_ref, slices_of_down, slices_of_up
 from specbatch.kernels.moe.experts_triton import Tile, fused_moe, grouped, rows_for, weighted_sum
 from specbatch.kernels.moe.routing import Routing, route_ref
 from specbatch.kernels.moe.routing_triton import route
@@ -536,7 +536,8 @@ def test_qwen3_next_matches_transformers(shared: int, device: torch.device) -> N
     with torch.no_grad():
         expected = block(x)[0].to(device)
     gate_up = torch.cat([weights["shared_expert.gate_proj.weight"], weights["shared_expert.up_proj.weight"]])
-    up, down = shared_slices(gate_up, weights["shared_expert.down_proj.weight"], 24, "swiglu")
+    up = slices_of_up(gate_up, 24, "swiglu")
+    down = slices_of_down(weights["shared_expert.down_proj.weight"], 24)
     ours = Experts(
         Routing(5, 3, shared=len(up), gated=True),
         torch.cat([weights["gate.weight"], weights["shared_expert_gate.weight"]]),
@@ -562,9 +563,8 @@ def test_nemotron_h_matches_transformers(device: torch.device) -> None:
     x = torch.randn(1, 9, 32)
     with torch.no_grad():
         expected = block(x)[0].to(device)
-    up, down = shared_slices(
-        weights["shared_experts.up_proj.weight"], weights["shared_experts.down_proj.weight"], 24, "relu2"
-    )
+    up = slices_of_up(weights["shared_experts.up_proj.weight"], 24, "relu2")
+    down = slices_of_down(weights["shared_experts.down_proj.weight"], 24)
     rule = Routing(
         8, 3, "sigmoid", scale=2.5, bias=weights["gate.e_score_correction_bias"], groups=2, top_groups=1, shared=2
     )
