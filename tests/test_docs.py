@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from specbatch.cli.app import app
 
 ROOT = Path(__file__).parents[1]
+TWO_DECIMALS = r"(?<![\d.,])\d+\.\d\d(?!\d)"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHER_PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "results").rglob("*.md"))]
 SMALLER = {"--steps": "2", "--concurrency": "1,2", "--prompts": "2"}
@@ -126,6 +127,18 @@ def test_numbers_in_the_readme_are_in_results() -> None:
     for number in numbers(claims):
         digits = len(number.partition(".")[2])
         assert float(number) in rounded[digits], number
+
+
+def test_tables_of_the_page_of_results_are_those_that_their_section_links() -> None:
+    docs = ROOT / "docs"
+    for section in (docs / "results-at-a-glance.md").read_text().split("\n## ")[1:]:
+        linked = [(docs / link).resolve() for link in re.findall(r"\]\((\.\./results/[^)#]+)", section)]
+        folders = {path if path.is_dir() else path.parent for path in linked}
+        paths = [path for folder in folders for path in folder.glob("*.md")]
+        found = {value for path in paths for value in re.findall(r"\d+\.\d\d+", path.read_text())}
+        known = {f"{float(value):.2f}" for value in found}
+        rows = "\n".join(line for line in section.splitlines() if line.startswith("| "))
+        assert set(re.findall(TWO_DECIMALS, rows)) <= known, section.partition("\n")[0]
 
 
 def test_layers_are_those_of_the_import_contracts() -> None:
