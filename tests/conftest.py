@@ -353,3 +353,9 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time of a report."""
     monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps end without the report, most of which is plots."""
+    monkeypatch.setattr("specbatch.cli.sweep.write_reports", lambda folder: [])

@@ -245,12 +245,12 @@ def sweep(
             with progress("sweep", "requests") as report:
                 run_server(server, options, folder, log=say, report=report)
             summary, rows = _summary(folder, wide=wide)
-            reports = _reports(folder)
+            reports = write_reports(folder)
         elif len(models) == 1:
             with progress("sweep", "requests") as report:
                 run_sweep(engines, options, folder, log=say, report=report, cluster=workers)
             summary, rows = _summary(folder, wide=wide)
-            reports = _reports(folder)
+            reports = write_reports(folder)
         else:
             for ours in models.values() if workers is None else ():  # fail before a model has run for hours, not after
                 check(options.fitted(ours))
@@ -265,7 +265,7 @@ def sweep(
                     text, found = _summary(folder / name, wide=wide)
                     summary += f"## {name}\n\n{text}\n"
                     rows += [{"model": name, **row} for row in found]
-                    reports += _reports(folder / name)
+                    reports += write_reports(folder / name)
             if len(statuses) == len(models):
                 raise typer.Exit(2 if set(statuses) == {2} else 1)
     lines = "\n".join([results(folder, wide=wide), *(f"plots: {path}" for path in reports)])
@@ -291,7 +291,7 @@ def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:
     return markdown(records, rows, unfinished(folder), brief=not wide), as_json(rows)
 
 
-def _reports(folder: Path) -> list[str]:
+def write_reports(folder: Path) -> list[str]:
     """Write what `specbatch report` writes; returns the path of the page. The results are complete without plots, so
     that an error is a warning."""
     from specbatch.sweeps.report.report import write_report

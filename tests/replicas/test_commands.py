@@ -24,11 +24,10 @@ PROMPTS = [{"prompt": f"prompt {number}" * (number % 3 + 1), "id": number} for n
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+def run(no_report: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Runs a command with the toy model and so many replicas, which are threads."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(replicas_engine, "LocalProcesses", lambda config: ThreadReplicas(config.data_parallel))
-    monkeypatch.setattr("specbatch.cli.sweep._reports", lambda folder: [])
     toy = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--memory-fraction", "0.2")
 
     def call(replicas: int, *words: object) -> Result:
