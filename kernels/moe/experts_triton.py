@@ -166,7 +166,7 @@ def grouped(
         assert outer % (tile.n * tile.per_program) == 0, "several tiles of a program must be whole"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * cdiv(outer, tile.n * tile.per_program)
-    _grouped_kernel[(grid,)](
+    grouped_kernel[(grid,)](
         x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), 0 if x_scales is None else x_scales.stride(1),
         QUANTIZED=x_scales is not None, SHARE=1 if activation is None else rule.width, GATED=gated,
         CLAMPED=activation == "clamped_swiglu", GELU=activation == "geglu", SQUARED=activation == "relu2", **layout,
@@ -198,7 +198,7 @@ def _stored(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None, dict[str
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _grouped_kernel(
+def grouped_kernel(
     x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, scale_stride, QUANTIZED: tl.constexpr,
     SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, SQUARED: tl.constexpr,
     SCALED: tl.constexpr, PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr,
