@@ -357,6 +357,12 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval's results without a description of the machine, which is slow to make."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
+
+
+@pytest.fixture
 def policy(tmp_path: Path) -> Any:
     def write(text: str) -> Path:
         (tmp_path / "policy.toml").write_text(text)

@@ -133,10 +133,9 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
 
 
 def test_results_match_lm_evals_own_model(
-    checkpoint: tuple[Path, Any, Any], tasks: None, hflm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    checkpoint: tuple[Path, Any, Any], tasks: None, hflm: Any, no_environment: None, tmp_path: Path
 ) -> None:
     """Every log-likelihood and metric, with a truncated context and a text of several windows."""
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
     place, model, tokenizer = checkpoint
     wanted = lm_eval.simple_evaluate(
         hflm(pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=2),

@@ -96,14 +96,13 @@ def text(doc):
 
 
 def test_random_choices_of_a_task_are_those_of_lm_eval(
-    make_engine: Any, tasks_folder: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, tasks_folder: Path, no_environment: None
 ) -> None:
     """lm-eval seeds once, before it loads the tasks, which draw then, too."""
     import lm_eval.evaluator
 
     from specbatch.evals.lm import SpecBatchLM
 
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
     (tasks_folder / "drawing.py").write_text(DRAWING)
     keys = "custom_dataset: !function drawing.splits\ndoc_to_text: !function drawing.text\ndoc_to_target: a"
     (tasks_folder / "drawing.yaml").write_text(f"task: drawing\n{keys}\ntest_split: test\n")

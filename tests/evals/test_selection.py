@@ -48,12 +48,11 @@ def asked(make_engine: Any, folder: Path) -> Any:
 
 
 @pytest.fixture
-def lm_evals(make_engine: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def lm_evals(make_engine: Any, folder: Path, no_environment: None) -> Any:
     """`lm_evals(**options)`: what lm-eval's simple_evaluate makes of `TASK`, with the prompts."""
     import lm_eval.evaluator
     from lm_eval.tasks import TaskManager
 
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
     manager = TaskManager(include_path=folder, include_defaults=False)
 
     def evaluate(**options: Any) -> tuple[Any, list[str]]:

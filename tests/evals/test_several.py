@@ -109,12 +109,9 @@ def test_only_interrupted_tasks_start_over(engine: Any, tmp_path: Path) -> None:
     assert again["one_digit_sums"].scores == first["one_digit_sums"].scores
 
 
-def test_prompts_and_scores_of_several_tasks_are_lm_evals(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, mine: Path
-) -> None:
+def test_prompts_and_scores_of_several_tasks_are_lm_evals(make_engine: Any, no_environment: None, mine: Path) -> None:
     import lm_eval.evaluator
 
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
     manager = lm_eval.tasks.TaskManager(include_path=mine, include_defaults=False)
     names = ["answers", "choices"]
     theirs = make_engine(lambda prompt: " 1")
@@ -132,11 +129,10 @@ def test_prompts_and_scores_of_several_tasks_are_lm_evals(
 
 
 def test_a_group_of_several_types_has_lm_evals_score(
-    make_engine: Any, monkeypatch: pytest.MonkeyPatch, mine: Path, tmp_path: Path
+    make_engine: Any, no_environment: None, mine: Path, tmp_path: Path
 ) -> None:
     import lm_eval.evaluator
 
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
     manager = lm_eval.tasks.TaskManager(include_path=mine, include_defaults=False)
     results = lm_eval.simple_evaluate(
         SpecBatchLM(make_engine(lambda prompt: " 1"), "all"), tasks=["all_kinds"], task_manager=manager

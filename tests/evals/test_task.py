@@ -81,13 +81,12 @@ def prompts_of(engine: Any) -> list[str]:
 
 
 def test_prompts_and_scores_are_lm_evals_own(
-    make_engine: Any, hub: Any, mixed_reply: Any, scored_file: Path, shots_file: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: Any, hub: Any, mixed_reply: Any, scored_file: Path, shots_file: Path, no_environment: None
 ) -> None:
     import lm_eval.evaluator
 
     from specbatch.evals.lm import SpecBatchLM
 
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)  # slow, and not compared
     upstream = Path(lm_eval.tasks.__file__).parent
     manager = lm_eval.tasks.TaskManager(
         include_path=[upstream / "gsm8k", upstream / "gsm8k_platinum"], include_defaults=False
@@ -370,14 +369,11 @@ def animals(tasks_folder: Path, request: Any) -> Path:
     return tasks_folder
 
 
-def test_group_has_lm_evals_scores(
-    animals: Path, make_engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_group_has_lm_evals_scores(animals: Path, make_engine: Any, no_environment: None, tmp_path: Path) -> None:
     import lm_eval.evaluator
 
     from specbatch.evals.lm import SpecBatchLM
 
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
     manager = lm_eval.tasks.TaskManager(include_path=animals, include_defaults=False)
 
     space = " " * ("multiple_choice" in (animals / "cats.yaml").read_text())  # before a choice

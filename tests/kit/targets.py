@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from opening import opening
 from quantized_weights import FORMATS
 from safetensors.torch import save_file
 
@@ -361,8 +361,7 @@ class Targets:
         def opened(model: str, *_: Any, **__: Any) -> TargetCheckpoint:
             return self.checkpoint(model, 3) if algorithm.startswith("mtp-layers") else self.checkpoint(model)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("specbatch.weights.open_checkpoint", opened)
+        with opening(opened):
             return Engine(EngineConfig(model=name, **config), log=log, report=report)
 
     @cache  # noqa: B019

@@ -26,11 +26,6 @@ QUICK = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0.3)
-
-
 def refusal(template: ChatTemplate, messages: Any = MESSAGES) -> str:
     with pytest.raises(SpecbatchError) as caught:
         template.render(messages=messages, add_generation_prompt=True)
@@ -41,7 +36,7 @@ def refusal(template: ChatTemplate, messages: Any = MESSAGES) -> str:
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, REFUSED))
-def test_hostile_templates_are_refused(name: str, short: None) -> None:
+def test_hostile_templates_are_refused(name: str, short_renderings: None) -> None:
     started = time.monotonic()
     message = refusal(ChatTemplate(REFUSED[name], "mine"))
     assert message.startswith("chat_template='mine': it ")
@@ -67,7 +62,7 @@ def test_values_that_cannot_be_sent_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_template_that_exceeds_the_time_for_one_row_renders_the_others(short: None) -> None:
+def test_a_template_that_exceeds_the_time_for_one_row_renders_the_others(short_renderings: None) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate(
         "{% if messages[0].content == 'loop' %}" + loop + "{% endif %}{{ messages[0].content }}", "mine"
@@ -131,7 +126,9 @@ def test_renderings_ahead_take_one_exchange(monkeypatch: pytest.MonkeyPatch) -> 
     assert exchanges == [6, 1, 0, 1]
 
 
-def test_renderings_ahead_have_the_limits_of_single_ones(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renderings_ahead_have_the_limits_of_single_ones(
+    short_renderings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     grow = "{{ 'a' * 10000000000 }}"
     conditions = "{% if m == 'loop' %}" + loop + "{% elif m == 'grow' %}" + grow + "{% endif %}"

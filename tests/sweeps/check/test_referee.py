@@ -12,9 +12,8 @@ from specbatch.sweeps.check.referee import Referee, plan_referee
 
 
 @pytest.fixture
-def config(toy: Any, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    checkpoint = type(toy.checkpoint)
-    monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: checkpoint(model))
+def config(open_toy: Any, use_checkpoints: Any) -> EngineConfig:
+    use_checkpoints(open_toy)
     return EngineConfig(model="toy", device="cpu", dtype="bfloat16")
 
 

@@ -137,10 +137,10 @@ def test_parameters_that_are_not_sent_are_refused(serve, name, value):
     assert not script.bodies
 
 
-def test_text_keeps_a_bos_token_that_the_server_does_not_add(serve, monkeypatch):
+def test_text_keeps_a_bos_token_that_the_server_does_not_add(serve, use_tokenizer):
     """As prompts of a chat template that writes it; the count of the first answer shows what the server adds."""
     plain = types.SimpleNamespace(**{**vars(BYTES), "encode": lambda text, add_special_tokens=True: [*text.encode()]})
-    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: plain)
+    use_tokenizer(plain)
     script = Script()
     run(serve(script, send="text"), [[1, 72, 105]] * 2)
     assert [body["prompt"] for body in script.bodies] == ["\x01Hi"] * 2
