@@ -116,7 +116,7 @@ def test_a_fault_of_another_rank_is_one_error(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, fault: str, size: int
 ) -> None:
     """Prompts are long enough for a two-shot."""
-    ranks._close_groups()
+    ranks.close_groups()
     monkeypatch.setattr(rank_group, "SILENT_BEATS", 5)
     path = folder(tmp_path_factory.getbasetemp(), "llama")
     sizes = json.loads((Path(path) / "config.json").read_text()) | {"hidden_size": 512, "max_position_embeddings": 8192}
@@ -144,4 +144,4 @@ def test_a_fault_of_another_rank_is_one_error(
     assert all(
         item.token_ids == other.token_ids[: len(item.token_ids)] for item, other in zip(done, finished, strict=False)
     )
-    ranks._close_groups()
+    ranks.close_groups()

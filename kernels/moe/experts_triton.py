@@ -56,7 +56,7 @@ _TILES = {  # rows of a block: for weights of two bytes a value, and of one
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
-_FOUR_BITS_TILES = {
+FOUR_BITS_TILES = {
     16: Tile(64, CHUNK, 4, 5),
     32: Tile(64, CHUNK, 4, 4),
     64: Tile(128, CHUNK, 8, 4),
@@ -88,7 +88,7 @@ def tile_for(rows: int, weight: Weight, item: int, pairs: int) -> Tile:
     if item == 1:
         return _FP8_TILE
     if isinstance(weight, (Int4Tiles, Mxfp4Weight)):
-        return _FOUR_BITS_TILES[rows]
+        return FOUR_BITS_TILES[rows]
     tile = _TILES[rows][weight.is_quantized]
     experts, outer, k = weight.shape
     steps = k // tile.k

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from specbatch.cli.options import _ONLY_WITH_DRAFTS, EngineOptions
+from specbatch.cli.options import ONLY_WITH_DRAFTS, EngineOptions
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 
@@ -60,7 +60,7 @@ def test_settings_of_draft_heads_are_passed_on():
     assert EngineOptions(algorithm="nextn").speculation().num_drafts == 3
 
 
-@pytest.mark.parametrize("name", _ONLY_WITH_DRAFTS)
+@pytest.mark.parametrize("name", ONLY_WITH_DRAFTS)
 def test_setting_of_speculation_without_speculation_is_refused(name):
     with pytest.raises(SpecbatchError, match=f"{name}=9: nothing is drafted"):
         EngineOptions(**{name: 9}).config()

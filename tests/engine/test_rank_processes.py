@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def no_group() -> Iterator[None]:
     """Each test starts processes of its own."""
     yield
-    ranks._close_groups()
+    ranks.close_groups()
 
 
 def config(model: str, size: int) -> EngineConfig:
@@ -72,7 +72,7 @@ def test_processes_generate_the_tokens_of_one_and_errors_name_the_rank(model: st
         engine.parts.worker.others.send("unknown_call", ())  # type: ignore[union-attr]
         with pytest.raises(SpecbatchError, match=r"AttributeError.*unknown_call"):
             engine.generate(prompts, LONG)
-    ranks._close_groups()
+    ranks.close_groups()
     assert end_within([pid], 5)
 
 
@@ -180,7 +180,7 @@ def test_ranks_on_a_cpu_share_its_cores(
 ) -> None:
     """Also a second group; not where the user has chosen a number."""
     monkeypatch.delenv("OMP_NUM_THREADS") if omp is None else monkeypatch.setenv("OMP_NUM_THREADS", omp)
-    assert [ranks._divide_cores(3), ranks._divide_cores(3)] == [threads, threads]
+    assert [ranks.divide_cores(3), ranks.divide_cores(3)] == [threads, threads]
     assert threads_used[-1] == threads
 
 

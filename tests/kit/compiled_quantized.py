@@ -19,7 +19,7 @@ from specbatch.kernels.moe import experts_triton as experts
 
 def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[str, Any]:
     """A grouped GEMM of gpt-oss; with a group of Qwen3-30B-A3B in INT4."""
-    tile = experts._FOUR_BITS_TILES[rows]
+    tile = experts.FOUR_BITS_TILES[rows]
     kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | {"weight": "*i32"}
     kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32")
     kinds |= dict.fromkeys(("N", "K", "x_stride", "scale_stride"), "i32")
@@ -89,7 +89,7 @@ def int4(rows: int, kind: str, group: int, n: int = 4096, k: int = 12288) -> dic
 
 
 def every() -> Iterator[tuple[str, dict[str, Any]]]:
-    for rows in experts._FOUR_BITS_TILES:
+    for rows in experts.FOUR_BITS_TILES:
         yield f"INT4 experts of {rows} rows", experts_of_four_bits(rows, is_gated=True, group=128)
         yield f"experts of {rows} rows", experts_of_four_bits(rows, is_gated=True)
         yield f"second GEMM of experts of {rows} rows", experts_of_four_bits(rows, is_gated=False)

@@ -100,13 +100,13 @@ def test_output_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of replies of the exchanges from now on."""
-    exchange, counts = chat_template._exchange, list[int]()
+    exchange, counts = chat_template.exchange, list[int]()
 
     def counted(process: Any, request: bytes, count: int = 1) -> Any:
         counts.append(count)
         return exchange(process, request, count)
 
-    monkeypatch.setattr(chat_template, "_exchange", counted)
+    monkeypatch.setattr(chat_template, "exchange", counted)
     return counts
 
 
@@ -162,9 +162,9 @@ def test_long_variables_are_not_rendered_ahead(monkeypatch: pytest.MonkeyPatch) 
 def test_a_process_that_ends_is_replaced() -> None:
     template = ChatTemplate("{{ messages[0].content }}", "mine")
     assert template.render(messages=MESSAGES) == "hi"
-    assert template._process is not None
-    os.kill(template._process.pid, signal.SIGKILL)
-    template._process.wait()
+    assert template.process is not None
+    os.kill(template.process.pid, signal.SIGKILL)
+    template.process.wait()
     assert "it ended its process (status -9)" in refusal(template)
     assert template.render(messages=MESSAGES) == "hi"
 
@@ -172,7 +172,7 @@ def test_a_process_that_ends_is_replaced() -> None:
 def test_the_process_ends_with_its_template() -> None:
     template = ChatTemplate("x", "mine")
     template.render()
-    process = template._process
+    process = template.process
     assert process is not None
     del template
     assert process.returncode is not None

@@ -61,7 +61,7 @@ class EngineRanks:
         if self._device.type == "cpu":
             _undivided[:] = _undivided or [torch.get_num_threads()]
             _divided.append(self)
-            _divide_cores(self._config.tensor_parallel)
+            divide_cores(self._config.tensor_parallel)
         self._started = group_of(self._config.tensor_parallel, self._device.type)
         self._number = self._group.next_engine()
         shared = None if self._shared is None else self._shared._number
@@ -125,12 +125,12 @@ _undivided: list[int] = []  # the number of threads of this process before
 
 
 @atexit.register
-def _close_groups() -> None:
+def close_groups() -> None:
     while _groups:
         _groups.popitem()[1].close()
 
 
-def _divide_cores(size: int) -> int:
+def divide_cores(size: int) -> int:
     """Limit the threads of this process to its share of the cores among `size` ranks, unless OMP_NUM_THREADS is set.
     Returns the number of threads of each rank.
 
@@ -160,7 +160,7 @@ def checked(config: EngineConfig, log: Callable[[str], None]) -> Prepared:
 
 def start_group(size: int, device: str) -> RankGroup:
     """Start the other ranks of a group of `size`, on a CPU or on CUDA devices 0 to size - 1."""
-    threads = {"OMP_NUM_THREADS": str(_divide_cores(size))} if device == "cpu" else {}
+    threads = {"OMP_NUM_THREADS": str(divide_cores(size))} if device == "cpu" else {}
     store = listen(size)
     processes: list[subprocess.Popen[bytes]] = []
     connections: list[Connection] = []

@@ -21,7 +21,7 @@ def config(open_toy: Any, use_checkpoints: Any) -> EngineConfig:
 def test_referee_is_the_model(
     toy: Any, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, name: str, close: float
 ) -> None:
-    monkeypatch.setattr(referee, "_LOGIT_ROWS", 3)
+    monkeypatch.setattr(referee, "LOGIT_ROWS", 3)
     prompt, answer = toy.prompts()[8], [5, 9, 30, 4]
     found = Referee(plan_referee(config, name), 64)
     places = found.judge(prompt, answer)
