@@ -90,7 +90,7 @@ def save_lm_eval_files(
     with writing(place):
         place.mkdir(exist_ok=True)
     for task, rows in samples.items():
-        lines = (json.dumps(_sample(row), default=handle_non_serializable, ensure_ascii=False) for row in rows)
+        lines = (json.dumps(sample_row(row), default=handle_non_serializable, ensure_ascii=False) for row in rows)
         name = f"samples_{task.replace('/', '__')}_{date}.jsonl"
         write_atomic(place / name, "".join(f"{line}\n" for line in lines))
     text = json.dumps(body, indent=2, default=handle_non_serializable, ensure_ascii=False)
@@ -249,7 +249,7 @@ def _task_hash(rows: Sequence[Mapping[str, Any]]) -> str:
     return str(hash_string("".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows)))
 
 
-def _sample(row: Mapping[str, Any]) -> dict[str, Any]:
+def sample_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row as `EvaluationTracker.save_results_samples` writes it: one type per field, as `datasets` needs it."""
     from lm_eval.utils import sanitize_list
 

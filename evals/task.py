@@ -226,7 +226,7 @@ def _with_examples(
 def _replaced(names: Sequence[str], manager: Any, user: UserTasks) -> dict[str, list[str]]:
     """Notes by the name of a task of the user that lm-eval has, too."""
     entries = {name: manager.task_index[name] for name in names if user.owns(manager.task_index[name])}
-    known = _names_in(_definitions())[1] if entries else []
+    known = names_in(_definitions())[1] if entries else []
     return {
         name: [f"task {name} of {entry.yaml_path} replaces lm-eval's task of this name"]
         for name, entry in entries.items()
@@ -282,7 +282,7 @@ def _find(names: Sequence[str], user: UserTasks, kinds: Collection[str]) -> tupl
     if missing:
         for name in missing:
             user.explain(name)
-        may_exist, of_tasks = _names_in(upstream, tuple(missing))
+        may_exist, of_tasks = names_in(upstream, tuple(missing))
         near = [*manager.task_index, *of_tasks]
         if len(may_exist) == len(missing):
             manager, found = manager_of([own], defaults=True)
@@ -308,7 +308,7 @@ def _definitions() -> Path:
 
 
 @cache
-def _names_in(folder: Path, wanted: tuple[str, ...] = ()) -> tuple[set[str], list[str]]:
+def names_in(folder: Path, wanted: tuple[str, ...] = ()) -> tuple[set[str], list[str]]:
     """Which of the `wanted` names are words of lm-eval's task definitions, and the names of tasks that they have in
     plain text.
 

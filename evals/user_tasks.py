@@ -61,7 +61,7 @@ class UserTasks:
 
     def owns(self, entry: Any) -> bool:
         """Whether an entry of lm-eval's index is from the user's folders or files."""
-        return entry.yaml_path is not None and not _is_trusted(entry.yaml_path)
+        return entry.yaml_path is not None and not is_trusted(entry.yaml_path)
 
     def check(self, name: str, index: Mapping[str, Any]) -> Iterator[Any]:
         """The entry of task or group `name` in lm-eval's index, and those of the members of the user's groups. Refused:
@@ -154,7 +154,7 @@ class UserTasks:
         for file, own in _chain(path):
             if own.get("unsafe_code"):
                 self.unsafe.add(name)
-            if not _is_trusted(file):
+            if not is_trusted(file):
                 if not self.runs_code:
                     _refuse_tags(file)
                 self._check_config(file, own, has_results=bool(merged.get("process_results")))
@@ -297,7 +297,7 @@ def _reached(name: str, index: Mapping[str, Any], groups: tuple[str, ...] = ()) 
             yield from _reached(member, index, (*groups, name))
     elif entry.kind.name == "GROUP":
         found = _members(entry.cfg or {}, index, (*groups, name))
-        yield from found if not _is_trusted(entry.yaml_path) else (one for one in found if not isinstance(one[0], str))
+        yield from found if not is_trusted(entry.yaml_path) else (one for one in found if not isinstance(one[0], str))
 
 
 def _members(config: Mapping[str, Any], index: Mapping[str, Any], groups: tuple[str, ...]) -> Iterator[tuple[Any, str]]:
@@ -316,7 +316,7 @@ def missing_in(name: str, index: Mapping[str, Any]) -> list[str]:
     return [entry for entry, _ in _reached(name, index) if isinstance(entry, str)]
 
 
-def _is_trusted(path: Path) -> bool:
+def is_trusted(path: Path) -> bool:
     """Whether a file is part of lm-eval or of this package."""
     import lm_eval
 

@@ -153,7 +153,7 @@ class DeviceCommunicator:
             self.one_shot.abort,
             self.one_shot.late,
         )
-        self._most_one_shot = 2 * MOST_ONE_SHOT // size
+        self.most_one_shot = 2 * MOST_ONE_SHOT // size
         torch.cuda.synchronize(device)
         self._wait_for_all("mailboxes")
 
@@ -167,17 +167,17 @@ class DeviceCommunicator:
     def all_reduce(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         flat = _vectors(x)
         added = None if residual is None else _vectors(residual)
-        total, step = torch.empty_like(flat), MOST_TWO_SHOT // flat.element_size()
+        total, step = torch.empty_like(flat), self.two_shot.most // flat.element_size()
         for start in range(0, flat.numel(), step):
             part = slice(start, start + step)
-            kernel = self.one_shot if flat[part].nbytes <= self._most_one_shot else self.two_shot
+            kernel = self.one_shot if flat[part].nbytes <= self.most_one_shot else self.two_shot
             kernel.all_reduce(flat[part], None if added is None else added[part], total[part])
         return total[: x.numel()].view(x.shape)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         flat = _vectors(x)
         out = flat.new_empty(self.size, flat.numel())
-        step = MOST_ONE_SHOT // flat.element_size()
+        step = self.one_shot.most // flat.element_size()
         for start in range(0, flat.numel(), step):
             self.one_shot.all_gather(flat[start : start + step], out[:, start : start + step])
         return out[:, : x.numel()].reshape(self.size, *x.shape)

@@ -15,7 +15,7 @@ _NOTHING = tl.constexpr(-(1 << 63))  # below whatever `pack` makes
 
 
 @triton.jit
-def _best_of(scores, places, inside, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr):
+def _take_best(scores, places, inside, COUNT: tl.constexpr, BLOCK_COUNT: tl.constexpr):
     """Places of the COUNT largest scores, largest first, among equals the first; what is left of BLOCK_COUNT is 0."""
     left = tl.where(inside, pack(scores, places), _NOTHING)
     rank = tl.arange(0, BLOCK_COUNT)
@@ -68,7 +68,7 @@ def _grow_kernel(
     tl.store(all_tokens + home, tl.load(tokens + child, inside, other=0), inside)
     tl.store(all_parents + home, number, inside)
 
-    best = _best_of(score, child, inside, TOPK, BLOCK_TOPK)
+    best = _take_best(score, child, inside, TOPK, BLOCK_TOPK)
     place = tl.arange(0, BLOCK_TOPK)
     used = place < TOPK
     origin = best // TOPK
@@ -115,7 +115,7 @@ def _keep_kernel(
     sequence = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK)
     score = tl.load(scores + sequence * total + candidate, candidate < total, other=0.0)
-    best = _best_of(score, candidate, candidate < total, COUNT, BLOCK_COUNT)
+    best = _take_best(score, candidate, candidate < total, COUNT, BLOCK_COUNT)
     place = tl.arange(0, BLOCK_COUNT)
     used = place < COUNT
     tl.store(kept_tokens + sequence * COUNT + place, tl.load(tokens + sequence * total + best, used, other=0), used)

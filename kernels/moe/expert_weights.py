@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from specbatch.kernels.gemm.quantized.int4 import Int4Tiles
 from specbatch.kernels.gemm.quantized.weight import Weight
 
 Activation = Literal["swiglu", "clamped_swiglu", "geglu", "relu2"]
@@ -28,7 +27,7 @@ class ExpertWeights(NamedTuple):
     down  [E, H, I]
     """
 
-    up: Weight | Int4Tiles
-    down: Weight | Int4Tiles
+    up: Weight
+    down: Weight
     activation: Activation
     biases: Biases = Biases()

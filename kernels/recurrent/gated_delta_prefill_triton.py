@@ -14,7 +14,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, tile_side
-from specbatch.kernels.recurrent.gated_delta_triton import decay_of, invert, normalise, sizes_of, unit
+from specbatch.kernels.recurrent.gated_delta_triton import invert, kernel_sizes, log_decay, normalise, unit
 from specbatch.kernels.recurrent.inputs import CHUNK, EXACT_CHUNK, DeltaInputs
 
 
@@ -36,7 +36,7 @@ def delta_prefill(
     inverse, scores = (qkv.new_empty(total, heads.values, chunk) for _ in range(2))
     sums = torch.empty(total, heads.values, dtype=torch.float32, device=qkv.device)
     o = heads.outputs(qkv, out)
-    tiles, sizes = spans.tiles(chunk), sizes_of(heads, qkv)
+    tiles, sizes = spans.tiles(chunk), kernel_sizes(heads, qkv)
     _chunks[(len(tiles), heads.values)](
         qkv, b, a, heads.a_log, heads.dt_bias, tiles, spans.table, unit_qk, inverse, scores, sums,
         qkv.stride(0), b.stride(0), a.stride(0), spans.table.stride(0),
@@ -87,7 +87,7 @@ def _chunks(
         tl.store(units + KEYS * K, k, mask)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head, live, 0.0).to(tl.float32))
     total = tl.cumsum(
-        decay_of(a + token * a_stride + head, a_log + head + step * 0, dt_bias + head + step * 0, live), 0
+        log_decay(a + token * a_stride + head, a_log + head + step * 0, dt_bias + head + step * 0, live), 0
     )
     sees = step[:, None] >= step[None, :]
     decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], float("-inf")))

@@ -44,7 +44,7 @@ def delta_verify(
     is_many = batch * heads.values * cdiv(heads.value_dim, 32) >= few
     is_chain = replay.path is None and replay.ancestors is None and max(rows, held) <= _CHAIN
     columns = min(32 if is_many or (is_chain and rows > 1) else 16, tile_side(heads.value_dim))
-    registers, block, sizes = None, tile_side(rows), sizes_of(heads, qkv)
+    registers, block, sizes = None, tile_side(rows), kernel_sizes(heads, qkv)
     if is_chain and rows > 1:
         columns, registers = columns_of_chain(heads, batch, rows, columns, sizes["PRECISION"], many)
     o = heads.outputs(qkv, None)
@@ -96,7 +96,7 @@ def normalise(
     The previous kernel may write o, but none of the other tensors.
     """
     qkv, z, _, a, heads, _ = inputs
-    sizes = sizes_of(heads, qkv)
+    sizes = kernel_sizes(heads, qkv)
     lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // next_power_of_2(heads.value_dim))
     k, g = (pending.k, pending.g) if pending is not None else (None, None)
     norm_kernel[(cdiv(lines, tile),)](
@@ -108,7 +108,7 @@ def normalise(
     return o.flatten(1)
 
 
-def sizes_of(heads: DeltaHeads, x: torch.Tensor) -> dict[str, Any]:
+def kernel_sizes(heads: DeltaHeads, x: torch.Tensor) -> dict[str, Any]:
     """What kernels are compiled for."""
     return {
         "KEYS": heads.keys, "VALUES": heads.values, "K": heads.key_dim, "V": heads.value_dim,
@@ -126,7 +126,7 @@ def unit(heads, mask):
 
 
 @triton.jit
-def decay_of(a, a_log, dt_bias, mask):
+def log_decay(a, a_log, dt_bias, mask):
     """g: a, a_log and dt_bias are places of the same shape."""
     rate = tl.exp(tl.load(a_log, mask, 0.0).to(tl.float32))
     x = tl.load(a, mask, 0.0).to(tl.float32) + tl.load(dt_bias, mask, 0.0).to(tl.float32)
@@ -223,7 +223,7 @@ def one_row_kernel(
     q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (K**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head).to(tl.float32))
-    fade = tl.exp(decay_of(a + token * a_stride + head, a_log + head, dt_bias + head, True))
+    fade = tl.exp(log_decay(a + token * a_stride + head, a_log + head, dt_bias + head, True))
     # Both sums are over the state before the row, so that neither waits for the other.
     u = beta * (v - fade * tl.sum(s * k[:, None], 0))
     out = fade * tl.sum(s * q[:, None], 0) + u * tl.sum(q * k, 0)
@@ -262,7 +262,7 @@ def chain_kernel(
     wait_for_previous_kernel(PDL)
     beta = tl.sigmoid(tl.load(b + first * b_stride + head + node * b_stride, live, 0.0).to(tl.float32))
     g_cells = a + first * a_stride + head + node * a_stride
-    g = decay_of(g_cells, a_log + head + node * 0, dt_bias + head + node * 0, live)
+    g = log_decay(g_cells, a_log + head + node * 0, dt_bias + head + node * 0, live)
     qkv += first * qkv_stride
     heads = qkv + node * qkv_stride + tl.where(is_key, KEYS + key, key) * K
     x = tl.load(heads[:, None] + k_column[None, :], live[:, None] & in_k[None, :], 0.0)
@@ -348,7 +348,7 @@ def _verify(
     k = unit(heads + (KEYS + key) * K + k_column[None, :], live[:, None] & in_k)
     v = tl.load(heads + 2 * KEYS * K + head * V + v_column[None, :], live[:, None] & in_v, 0.0).to(tl.float32)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head, live, 0.0).to(tl.float32))
-    g = decay_of(a + token * a_stride + head, a_log + head + node * 0, dt_bias + head + node * 0, live)
+    g = log_decay(a + token * a_stride + head, a_log + head + node * 0, dt_bias + head + node * 0, live)
     total = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
     decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], float("-inf")))
     fade = tl.exp(total)[:, None]
@@ -400,7 +400,7 @@ def norm_kernel(
     if kept_k is not None:
         row = tl.load(rows + token // n, real, 0)
         place = token % n
-        g = decay_of(a + token * a_stride + head, a_log + head, dt_bias + head, real)
+        g = log_decay(a + token * a_stride + head, a_log + head, dt_bias + head, real)
         k_column = tl.arange(0, BLOCK_K)
         in_key = (real & (head < KEYS))[:, None] & (k_column < K)[None, :]
         k = unit(qkv + token[:, None] * qkv_stride + (KEYS + head)[:, None] * K + k_column[None, :], in_key)

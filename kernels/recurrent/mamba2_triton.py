@@ -103,7 +103,7 @@ def _tile(exact: bool, is_large: bool) -> tuple[int, int]:
 
 
 @triton.jit
-def step_of(raw, bias):
+def time_step(raw, bias):
     """softplus(raw + bias). log(1 + p) by Kahan's way, which keeps the digits of a small p."""
     value = raw.to(tl.float32) + bias
     p = tl.exp(-tl.abs(value))
@@ -162,7 +162,7 @@ def _prefill(
         next_x = tl.load(xbc + of_x, mask=follows[:, None] & of_head, other=0.0)
         next_raw = tl.load(dt + token * dt_stride, mask=follows, other=0.0)
 
-        step = tl.where(real, step_of(raw, bias), 0.0)  # past the end the state does not change
+        step = tl.where(real, time_step(raw, bias), 0.0)  # past the end the state does not change
         a = tl.cumsum(step * decay, 0)
         total = tl.sum(step * decay, 0)
         gap = tl.where(token[:, None] >= token[None, :], a[:, None] - a[None, :], float("-inf"))
@@ -210,7 +210,7 @@ def _chain(
             line = pending + slot * slot_stride + past * pending_stride
             x = tl.load(line + head * DIM + row, row < tl.where(folded > past, DIM, 0), 0.0).to(tl.float32)
             b = tl.load(line + of_b, column < tl.where(folded > past, STATE, 0), 0.0).to(tl.float32)
-            step = step_of(tl.load(line + HEADS * DIM + GROUPS * STATE + head), bias)
+            step = time_step(tl.load(line + HEADS * DIM + GROUPS * STATE + head), bias)
             step = tl.where(folded > past, step, 0.0)
             h = h * tl.exp(step * decay) + (x * step)[:, None] * b[None, :]
         tl.store(place, h.to(state.dtype.element_ty), mask=mask)
@@ -221,7 +221,7 @@ def _chain(
         x = tl.load(line + head * DIM + row, of_head, 0.0).to(tl.float32)
         b = tl.load(line + of_b, inside, 0.0).to(tl.float32)
         c = tl.load(line + GROUPS * STATE + of_b, inside, 0.0).to(tl.float32)
-        step = step_of(tl.load(dt + token * dt_stride + head), bias)
+        step = time_step(tl.load(dt + token * dt_stride + head), bias)
         h = h * tl.exp(step * decay) + (x * step)[:, None] * b[None, :]
         out = tl.sum(h * c[None, :], 1) + skip * x
         tl.store(y + token * (HEADS * DIM) + head * DIM + row, out.to(y.dtype.element_ty), of_head)
@@ -276,7 +276,7 @@ def _verify(
     else:
         sees = node[:, None] >= node[None, :]
 
-    step = tl.where(is_kept, step_of(raw, bias), 0.0)
+    step = tl.where(is_kept, time_step(raw, bias), 0.0)
     total = tl.sum(step * decay, 0)
     share = old_x.to(tl.float32) * (step * tl.exp(total - tl.cumsum(step * decay, 0)))[:, None]
     h = h.to(tl.float32) * tl.exp(total)
@@ -287,7 +287,7 @@ def _verify(
     h = tl.dot(tl.trans(high), old_b, h, input_precision="ieee")
     tl.store(place, h.to(state.dtype.element_ty), mask=mask)
 
-    step = tl.where(real, step_of(new_raw, bias), 0.0)
+    step = tl.where(real, time_step(new_raw, bias), 0.0)
     a = tl.sum(tl.where(sees, (step * decay)[None, :], 0.0), 1)  # over the path from the root
     gap = tl.where(sees, a[:, None] - a[None, :], float("-inf"))
     weight = tl.dot(c, tl.trans(b), input_precision="ieee") * tl.exp(gap) * step[None, :]

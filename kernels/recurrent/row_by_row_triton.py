@@ -21,9 +21,9 @@ import triton.language as tl
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, tile_side
-from specbatch.kernels.recurrent.gated_delta_triton import decay_of, gated_norm
+from specbatch.kernels.recurrent.gated_delta_triton import gated_norm, log_decay
 from specbatch.kernels.recurrent.inputs import DeltaInputs, Pending, SsdInputs
-from specbatch.kernels.recurrent.mamba2_triton import finish_rows, step_of
+from specbatch.kernels.recurrent.mamba2_triton import finish_rows, time_step
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 COLUMNS = 16  # of a head's state, in a program of the gated delta rule
@@ -159,7 +159,7 @@ def _place(program, TILES, HEADS):
 
 
 @triton.jit
-def _rows_of(item, table, slots, ancestors, table_stride, n):
+def _walk_rows(item, table, slots, ancestors, table_stride, n):
     """What a program walks over: the slot of its sequence, the first row and their number, whether the slot holds a
     state, and the nodes on its path as bits."""
     word = item  # unless it is a tree, nothing reads it
@@ -197,7 +197,7 @@ def delta_gates_kernel(
     q_factor = tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * (K**-0.5)
     k_factor = tl.rsqrt(tl.sum(k * k, 1) + 1e-6)
     place = gates + line.to(tl.int64) * _GATES
-    tl.store(place, decay_of(a + token * a_stride + head, a_log + head, dt_bias + head, real), real)
+    tl.store(place, log_decay(a + token * a_stride + head, a_log + head, dt_bias + head, real), real)
     tl.store(place + 1, tl.sigmoid(tl.load(b + token * b_stride + head, real, 0.0).to(tl.float32)), real)
     tl.store(place + 2, q_factor, real)
     tl.store(place + 3, k_factor, real)
@@ -234,7 +234,7 @@ def delta_walk_kernel(
     stored: tl.constexpr = state.dtype.element_ty
     tile, head, item = _place(tl.program_id(0), (V + COLUMNS - 1) // COLUMNS, VALUES)
     wait_for_previous_kernel(PDL)
-    slot, first, count, is_known, word = _rows_of(item, table, slots, ancestors, table_stride, n)
+    slot, first, count, is_known, word = _walk_rows(item, table, slots, ancestors, table_stride, n)
     k_column = tl.arange(0, BLOCK_K)
     v_column = tile * COLUMNS + tl.arange(0, COLUMNS)
     in_k, in_v = k_column < K, v_column < V
@@ -345,7 +345,7 @@ def ssd_walk_kernel(
     decay = -tl.exp(tl.load(a_log + head))
     skip, bias = tl.load(d + head), tl.load(dt_bias + head)
     wait_for_previous_kernel(PDL)
-    slot, first, count, is_known, word = _rows_of(item, table, slots, ancestors, table_stride, n)
+    slot, first, count, is_known, word = _walk_rows(item, table, slots, ancestors, table_stride, n)
     row = tile * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_S)
     of_head, inside = row < DIM, column < STATE
@@ -361,7 +361,7 @@ def ssd_walk_kernel(
             line = pending + slot * slot_stride + place * pending_stride
             of_dt = line + HEADS * DIM + GROUPS * STATE + head
             x, b, raw = _ssd_inputs(line, of_dt, slot >= 0, head, group, row, column, HEADS, DIM, GROUPS, STATE)
-            h = _ssd_update(h, x, b, step_of(raw, bias), decay, stored)
+            h = _ssd_update(h, x, b, time_step(raw, bias), decay, stored)
         if replayed > 0:
             tl.store(cells, h.to(stored), in_state)
 
@@ -382,7 +382,7 @@ def ssd_walk_kernel(
         if ancestors is not None:
             is_seen = ((word >> step) & 1) == 1
         if is_seen:
-            h = _ssd_update(h, x, b, step_of(raw, bias), decay, stored)
+            h = _ssd_update(h, x, b, time_step(raw, bias), decay, stored)
             out = tl.sum(h * c.to(tl.float32)[None, :], 1) + skip * x.to(tl.float32)
             is_wanted = of_head
             if ancestors is not None:

@@ -195,7 +195,7 @@ def _partials(
     return partials, sums
 
 
-def partials_of(scores: Scores) -> torch.Tensor:
+def score_partials(scores: Scores) -> torch.Tensor:
     """`argmax_partials` of logits, or those that were gathered: int64 [M, chunks]."""
     return scores.keys.flatten(0, -2).contiguous() if isinstance(scores, Maxima) else argmax_partials(scores)
 

@@ -12,7 +12,7 @@ from specbatch.kernels.sampling.accept_triton import (
     argmax_partials,
     argmax_partials_and_sums,
     pack,
-    partials_of,
+    score_partials,
     sum_below,
     unpack,
 )
@@ -93,7 +93,7 @@ def _finish(
     assert tokens.dim() == 1 or tokens.is_contiguous(), "tokens of a block must be contiguous"
     sums = None
     if chances is None:
-        partials = partials_of(logits)
+        partials = score_partials(logits)
     else:
         assert isinstance(logits, torch.Tensor), "maxima have no probabilities"
         assert chances.dim() == 1 or chances.is_contiguous(), "chances of a block must be contiguous"

@@ -240,7 +240,7 @@ def kept(x, ids, dist):
 
 
 @triton.jit
-def total_of(sums, blocks, BLOCKS: tl.constexpr):
+def total_weight(sums, blocks, BLOCKS: tl.constexpr):
     block = tl.arange(0, BLOCKS)
     return tl.sum(tl.load(sums + block, block < blocks, other=0.0), 0)
 
@@ -262,7 +262,7 @@ def _probabilities_kernel(
     row, blocks = tl.program_id(0).to(tl.int64), tl.num_programs(1)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weight = kept(load(logits + row * vocabulary, at, vocabulary), at, dists + row * COLUMNS)
-    total = total_of(sums + row * blocks, blocks, BLOCKS).to(tl.float32)
+    total = total_weight(sums + row * blocks, blocks, BLOCKS).to(tl.float32)
     tl.store(p + row * vocabulary + at, weight / total, at < vocabulary)
 
 
@@ -314,7 +314,7 @@ def filter_logits(
     return FilteredDistribution(logits, columns, sums, block)
 
 
-def launch_of(dist: FilteredDistribution) -> dict[str, Any]:
+def launch_settings(dist: FilteredDistribution) -> dict[str, Any]:
     """Launch arguments of kernels that read a distribution."""
     return {"BLOCKS": next_power_of_2(dist.sums.shape[1]), **pdl(dist.logits)}
 
@@ -322,11 +322,13 @@ def launch_of(dist: FilteredDistribution) -> dict[str, Any]:
 def probabilities(dist: FilteredDistribution) -> torch.Tensor:
     """The probabilities, materialized: float32 [B * n, V]."""
     p = torch.empty(dist.logits.shape, dtype=torch.float32, device=dist.logits.device)
-    _probabilities_kernel[dist.sums.shape](*dist[:3], p, p.shape[1], BLOCK=dist.block, num_warps=8, **launch_of(dist))
+    _probabilities_kernel[dist.sums.shape](
+        *dist[:3], p, p.shape[1], BLOCK=dist.block, num_warps=8, **launch_settings(dist)
+    )
     return p
 
 
-def distribution_of(logits: torch.Tensor, sampling: SamplingTensors) -> FilteredDistribution:
+def sampling_distribution(logits: torch.Tensor, sampling: SamplingTensors) -> FilteredDistribution:
     """`filter_logits` of logits [B, n, V] with the parameters of B rows."""
     parameters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
     return filter_logits(logits.flatten(0, 1).contiguous(), *parameters, truncated=sampling.flags.truncated)

@@ -18,7 +18,7 @@ def _signed(value: int) -> int:
 GOLDEN, MIX1, MIX2 = (_signed(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def offset_of(stream: int) -> int:
+def stream_offset(stream: int) -> int:
     """The offset that separates the streams of one seed."""
     return _signed(GOLDEN * (stream + 1) % (1 << 64))
 
@@ -36,7 +36,7 @@ def uniform_ref(seeds: torch.Tensor, positions: torch.Tensor, stream: int) -> to
     seeds and positions: int64, broadcast together. A token's randomness is thus the same in every schedule, batch
     and algorithm.
     """
-    bits = _mix(_mix(seeds + offset_of(stream)) + positions * GOLDEN) >> 11
+    bits = _mix(_mix(seeds + stream_offset(stream)) + positions * GOLDEN) >> 11
     return (bits & ((1 << 53) - 1)).double() * 2.0**-53
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from specbatch.kernels.sampling import rng
 
 _GOLDEN, _MIX1, _MIX2 = (tl.constexpr(value) for value in (rng.GOLDEN, rng.MIX1, rng.MIX2))
-_SIMULATED = tl.constexpr(rng.offset_of(rng.SIMULATED))
+_SIMULATED = tl.constexpr(rng.stream_offset(rng.SIMULATED))
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def _mix(x):
 
 @triton.jit
 def random_bits(seeds, positions, OFFSET: tl.constexpr):
-    """The random number times 2^53, int64. seeds, positions: int64; OFFSET: `rng.offset_of(stream)`."""
+    """The random number times 2^53, int64. seeds, positions: int64; OFFSET: `rng.stream_offset(stream)`."""
     return (_mix(_mix(seeds + OFFSET) + positions * _GOLDEN) >> 11) & ((1 << 53) - 1)
 
 

@@ -18,18 +18,18 @@ from specbatch.kernels.sampling.filtered_distribution_triton import (
     COLUMNS,
     PEAK,
     FilteredDistribution,
-    distribution_of,
     kept,
-    launch_of,
+    launch_settings,
     load,
     probabilities,
-    total_of,
+    sampling_distribution,
+    total_weight,
 )
-from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, offset_of
+from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, stream_offset
 from specbatch.kernels.sampling.rng_triton import random_bits, verify_keys
 
 _WARPS = 16
-_ACCEPT, _RESIDUAL = tl.constexpr(offset_of(ACCEPT)), tl.constexpr(offset_of(RESIDUAL))
+_ACCEPT, _RESIDUAL = tl.constexpr(stream_offset(ACCEPT)), tl.constexpr(stream_offset(RESIDUAL))
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def _residual(logits, q, at, vocabulary, dist, total, scale):
 
 
 @triton.jit
-def _block_of(sums, blocks, uniform, BLOCKS: tl.constexpr):
+def _find_block(sums, blocks, uniform, BLOCKS: tl.constexpr):
     """Where inversion ends: the block, the sum to exceed in it, counted from its start."""
     block = tl.arange(0, BLOCKS)
     running = tl.cumsum(tl.load(sums + block, block < blocks, other=0.0), 0)
@@ -73,7 +73,7 @@ def _sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     dist = dists + row * COLUMNS
     uniform = _unit(random_bits(tl.load(seeds + row // per_sequence), tl.load(positions + row), OFFSET))
-    block, target = _block_of(sums + row * blocks, blocks, uniform, BLOCKS)
+    block, target = _find_block(sums + row * blocks, blocks, uniform, BLOCKS)
     at = block * BLOCK + tl.arange(0, BLOCK)
     weight = tl.where(at < vocabulary, kept(load(logits + row * vocabulary, at, vocabulary), at, dist), 0.0)
     token = _invert(weight, at, target, tl.load(dist + ARGMAX).to(tl.int32))
@@ -157,7 +157,7 @@ def _residual_kernel(
         row = sequence * N + count
     rest = tl.zeros([], tl.float64)
     if count < tl.load(drafted + sequence):
-        total = total_of(sums + row * blocks, blocks, BLOCKS)
+        total = total_weight(sums + row * blocks, blocks, BLOCKS)
         at = block * BLOCK + tl.arange(0, BLOCK)
         q += (row - sequence) * vocabulary
         weight = _residual(logits + row * vocabulary, q, at, vocabulary, dists + row * COLUMNS, total, scale)
@@ -207,13 +207,13 @@ def _bonus_kernel(
     sums += row * blocks
     uniform = _unit(random_bits(tl.load(seeds + sequence), tl.load(positions + row), _RESIDUAL))
     lane = tl.arange(0, BLOCK)
-    if total_of(residuals, blocks, BLOCKS) > 0:
-        block, target = _block_of(residuals, blocks, uniform, BLOCKS)
+    if total_weight(residuals, blocks, BLOCKS) > 0:
+        block, target = _find_block(residuals, blocks, uniform, BLOCKS)
         at = block * BLOCK + lane
-        total = total_of(sums, blocks, BLOCKS)
+        total = total_weight(sums, blocks, BLOCKS)
         weight = _residual(logits, q + (row - sequence) * vocabulary, at, vocabulary, dist, total, scale)
     else:  # nothing to subtract, or p == q up to rounding: sample from p
-        block, target = _block_of(sums, blocks, uniform, BLOCKS)
+        block, target = _find_block(sums, blocks, uniform, BLOCKS)
         at = block * BLOCK + lane
         weight = tl.where(at < vocabulary, kept(load(logits, at, vocabulary), at, dist), 0.0)
     bonus = _invert(weight, at, target, tl.load(dist + ARGMAX).to(tl.int32)).to(tl.int64)
@@ -231,7 +231,7 @@ def sample(
     finite = torch.empty(positions.shape, dtype=torch.bool, device=positions.device)
     _sample_kernel[(tokens.numel(),)](
         *dist[:3], seeds, positions, tokens, finite, dist.logits.shape[1], positions.shape[1], dist.sums.shape[1],
-        OFFSET=offset_of(stream), BLOCK=dist.block, num_warps=_WARPS, **launch_of(dist),
+        OFFSET=stream_offset(stream), BLOCK=dist.block, num_warps=_WARPS, **launch_settings(dist),
     )  # fmt: skip
     return tokens, finite
 
@@ -240,14 +240,14 @@ def sample_tokens(
     logits: torch.Tensor, positions: torch.Tensor, stream: int, sampling: SamplingTensors
 ) -> torch.Tensor:
     """Tokens int64 [B, n] sampled from logits [B, n, V] for `positions` int64 [B, n]."""
-    return sample(distribution_of(logits, sampling), sampling.seeds, positions, stream)[0]
+    return sample(sampling_distribution(logits, sampling), sampling.seeds, positions, stream)[0]
 
 
 def sample_with_probabilities(
     logits: torch.Tensor, positions: torch.Tensor, stream: int, sampling: SamplingTensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sample_tokens`, and the filtered distributions, float32 [B, n, V]."""
-    dist = distribution_of(logits, sampling)
+    dist = sampling_distribution(logits, sampling)
     tokens, _ = sample(dist, sampling.seeds, positions, stream)
     return tokens, probabilities(dist).view(logits.shape)
 
@@ -275,7 +275,7 @@ def rejection_sample(
     scales = torch.empty(batch, n, device=positions.device) if verification == "block" else None
     rows = batch if scales is None else batch * n
     residuals = torch.empty(rows, blocks, dtype=torch.float64, device=positions.device)
-    common = {"N": n, "scales": scales, **launch_of(dist)}
+    common = {"N": n, "scales": scales, **launch_settings(dist)}
     block_n = next_power_of_2(n)
     _accept_kernel[(batch,)](
         *dist[:3], q, drafts, drafted, seeds, positions, accepted,

@@ -148,6 +148,8 @@ def evaluate(
     ones, as many for each concurrent request), and one table shows accuracy beside
     accept length, TTFT, TPOT, throughput and speedup, with the paired difference of accuracy from the configuration
     without speculation. The same command with the folder as --out runs the points that are missing or have failed.
+    Several tasks have a folder and a table each. Different models (model = ..., or --model A,B) run one after the
+    other, each in its own process and folder. With --distributed the workers of a Ray cluster measure whole rounds.
 
     Tasks of type multiple_choice, loglikelihood and loglikelihood_rolling (arc_easy, lambada_openai, wikitext) compare
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --configs do not
@@ -156,6 +158,8 @@ def evaluate(
     from specbatch.evals.grid import GridOptions
     from specbatch.evals.several import has_results
     from specbatch.records.sweep_plan import PLAN
+    from specbatch.sweeps.run.configurations import by_model
+    from specbatch.sweeps.run.loading import one_group
 
     steps = None if concurrency is None else whole_numbers("concurrency", concurrency)
     is_grid = ablation or configs is not None
@@ -169,19 +173,21 @@ def evaluate(
         raise refuse("concurrency", concurrency, "one number, or several with --configs")
     settings |= {"samples": read_samples(samples), "include_path": tuple(include_path or ())}
     options = EvalOptions(",".join(tasks), seed=fewshot_seed, overwrite=overwrite, **settings)
-    has_points = output is not None and any(any(output.glob(f"{under}{PLAN}")) for under in ("", "*/", "*/*/"))
-    known = output is not None and (has_points if is_grid else has_results(output, options.names))
-    resumes = "*" if known else None
     if is_grid:
         engine, workers = clustered(engine, cluster, replicas=False)
         found, steps, left_out = _grid(engine, configs, steps, elsewhere=workers is not None)
-        points = GridOptions(options, steps, repeats, prompts_per_concurrency)
+        points, models = GridOptions(options, steps, repeats, prompts_per_concurrency), by_model(found)
+        if workers is not None:
+            one_group(found)
+        plans = "*/" * (len(models) > 1) + "*/" * (len(options.names) > 1) + PLAN
+        resumes = "*" if output is not None and any(output.glob(plans)) else None
         with fresh_folder(output, "eval", resumes=resumes) as folder:
-            grids, statuses = _compare(found, left_out, points, folder, workers)
+            grids, statuses = _compare(models, left_out, points, folder, workers)
         _show_grids(grids, folder, as_json)
         if statuses or any(grid.left_out.keys() - left_out.keys() for own in grids.values() for grid in own.values()):
             raise typer.Exit(1)
         return
+    resumes = "*" if output is not None and has_results(output, options.names) else None
     engine, workers = clustered(engine, cluster)
     most = None if steps is None else steps[0]
     config = engine.config(concurrency=most, elsewhere=workers is not None)
@@ -276,7 +282,7 @@ def _grid(
 
 
 def _compare(
-    configs: dict[str, EngineConfig],
+    models: dict[str, dict[str, EngineConfig]],
     left_out: dict[str, str],
     options: GridOptions,
     folder: Path,
@@ -284,14 +290,12 @@ def _compare(
 ) -> tuple[dict[str, dict[str, Grid]], list[int]]:
     """Run all points. The tables by model and task, and the exit statuses of models that have failed."""
     from specbatch.evals.grid import evaluations, load_grids, run_grids
-    from specbatch.sweeps.run.configurations import by_model
-    from specbatch.sweeps.run.loading import check, one_group
+    from specbatch.sweeps.run.loading import check
     from specbatch.sweeps.run.process import run_in_process
 
-    tasks, models, label = options.by_task(), by_model(configs), f"eval {options.task.task}"
-    if workers is not None:
-        one_group(configs)
+    tasks, label = options.by_task(), f"eval {options.task.task}"
     if len(models) == 1:
+        [configs] = models.values()
         with progress(label, "requests") as report:
             how: dict[str, Any] = {"left_out": left_out, "cluster": workers, "log": say, "report": report}
             return {"": run_grids(configs, tasks, folder, **how)}, []
@@ -299,7 +303,8 @@ def _compare(
         evaluations(ours, tasks, folder / name)
         if workers is None:
             check(ours)
-    found, statuses = dict[str, dict[str, Grid]](), list[int]()
+    found: dict[str, dict[str, Grid]] = {}
+    statuses: list[int] = []
     for name, ours in models.items():
         say(f"{name}:")
         run = partial(run_grids, ours, tasks, left_out=left_out, cluster=workers)

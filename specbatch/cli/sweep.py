@@ -27,7 +27,8 @@ from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, default_dataset
-from specbatch.sweeps.workload.workloads import LOAD, RANDOM, Workload, shown
+from specbatch.sweeps.workload.lengths import shown
+from specbatch.sweeps.workload.workloads import LOAD, RANDOM, Workload
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig
@@ -154,8 +155,9 @@ def sweep(
     algorithm = "ngram"
     draft-tokens = [3, 7]
 
-    Different models (model = ...) run one after the other, each in its own process and folder. Configurations on
-    another number of devices (tensor-parallel, data-parallel) are loaded one after the other in each round.
+    Different models (model = ..., or --model A,B) run one after the other, each in its own process and folder.
+    Configurations on another number of devices (tensor-parallel, data-parallel) are loaded one after the other in each
+    round.
 
     A table with engine = "http" and base-url = "http://localhost:8000" is a server of another engine, measured in the
     same rounds and with the same prompts (docs/head-to-head.md).

@@ -117,7 +117,7 @@ def _recent(row: int, count: int, prompts: torch.Tensor, history: History) -> to
     return torch.where(place >= prompts[:, None], recent, NONE)
 
 
-def parent_of(row: int, history: History) -> torch.Tensor | int:
+def parent_row(row: int, history: History) -> torch.Tensor | int:
     """The row before a row, which is at least 1: int64 [B] for a tree, where it is the last of those before it."""
     if history.ancestors is None:
         return row - 1

@@ -157,15 +157,15 @@ class SamplingParams:
     reasoning: Sequence[str] = setting((), "", _STOP)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "logit_bias", _pairs_of(self.logit_bias))
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         words = [self.bad_words] if isinstance(self.bad_words, str) else self.bad_words
-        object.__setattr__(self, "bad_words", _tuple_of(words))
+        object.__setattr__(self, "bad_words", _tuple(words))
         for name in ("stop", "reasoning"):
             given = getattr(self, name)
-            object.__setattr__(self, name, _tuple_of([given] if isinstance(given, str) else given))
-        object.__setattr__(self, "stop_token_ids", _tuple_of(self.stop_token_ids))
+            object.__setattr__(self, name, _tuple([given] if isinstance(given, str) else given))
+        object.__setattr__(self, "stop_token_ids", _tuple(self.stop_token_ids))
         if isinstance(self.json_schema, Mapping | bool):
-            object.__setattr__(self, "json_schema", _json_of(self.json_schema))
+            object.__setattr__(self, "json_schema", _json(self.json_schema))
         check_fields(self)
         for name, kind in (("stop", "stop string"), ("reasoning", "text")):
             if not all(getattr(self, name)):
@@ -302,7 +302,7 @@ def sampling_text(sampling: Mapping[str, Any] | None) -> str:
     return ", ".join(texts if sampling["temperature"] else ["greedy", *texts])
 
 
-def _pairs_of(bias: Any) -> Any:
+def _pairs(bias: Any) -> Any:
     """A mapping as sorted pairs, whose keys may be digits, as in JSON; anything else stays as it is. Different keys may
     be the same token."""
     if not isinstance(bias, Mapping):
@@ -310,17 +310,17 @@ def _pairs_of(bias: Any) -> Any:
             tuple(tuple(pair) if isinstance(pair, list) else pair for pair in bias) if isinstance(bias, list) else bias
         )
     try:
-        return tuple(sorted((_id_of(key), value) for key, value in bias.items()))
+        return tuple(sorted((_token_id(key), value) for key, value in bias.items()))
     except TypeError:  # keys that are no token ids
         return bias
 
 
-def _id_of(key: Any) -> Any:
+def _token_id(key: Any) -> Any:
     is_id = isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= len(str(MOST))
     return int(key) if is_id else key
 
 
-def _json_of(schema: Any) -> Any:
+def _json(schema: Any) -> Any:
     """A schema as JSON; what has none stays as it is, and is refused."""
     try:
         return json.dumps(schema)
@@ -328,6 +328,6 @@ def _json_of(schema: Any) -> Any:
         return schema
 
 
-def _tuple_of(values: Any) -> Any:
+def _tuple(values: Any) -> Any:
     """`values` as a tuple; what is not iterable stays as it is, and is refused."""
     return tuple(values) if isinstance(values, Iterable) else values

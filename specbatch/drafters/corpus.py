@@ -63,7 +63,7 @@ class Corpus:
         self._place = 0
         self.forget()
 
-    def answer_of(self, tokens: list[int], prompt: int) -> Answer:
+    def answer(self, tokens: list[int], prompt: int) -> Answer:
         """The answer of a request with prompt and output `tokens`, of which `prompt` are the prompt's."""
         first = max(0, prompt - self.index.lengths[0])
         return Answer(tokens[first:], prompt - first)

@@ -40,14 +40,16 @@ class DraftModelChain(NoDraft):
     step therefore runs two tokens, the newest committed one and the root; existing entries are overwritten with the
     same values. If accepted drafts may be another drafter's (with a corpus), it runs as many tokens as a verify can
     commit, and the root. In steps without drafts the model does not run; it catches up later with prompt passes.
+
+    model, cache: the draft model and its KV cache
     """
 
     def __init__(self, model: Decoder, forward: Forward, cache: KVCache, vocabulary: int, first: int = 2) -> None:
         """forward: the model's prefill forward pass; vocabulary: size of the target's; first: tokens of the first pass
         of a step."""
-        self._model = model
+        self.model = model
         self._forward = forward
-        self._cache = cache
+        self.cache = cache
         self._first = first
         self._vocabulary = vocabulary  # the draft's may be padded to another size
 
@@ -72,10 +74,10 @@ class DraftModelChain(NoDraft):
     def _scores(self, hidden: torch.Tensor, *, greedy: bool) -> Scores:
         """`Decoder.scores` of hidden [B, H], fitted to the target's vocabulary; if `greedy`, tokens that the draft does
         not have may be missing."""
-        is_larger = self._model.config.vocab_size > self._vocabulary
+        is_larger = self.model.config.vocab_size > self._vocabulary
         if greedy and not is_larger:
-            return self._model.scores(hidden, greedy=True)
-        return self._fit(self._model.logits(hidden))
+            return self.model.scores(hidden, greedy=True)
+        return self._fit(self.model.logits(hidden))
 
     def _newest(self, step: StepInput) -> torch.Tensor:
         """Run the first pass. Returns the hidden states [B, H] of the roots."""
@@ -85,8 +87,8 @@ class DraftModelChain(NoDraft):
             start = start.clamp(min=0)
         positions = positions_from(start, rows)
         tokens = step.batch.tokens[step.slots[:, None], positions].flatten()
-        context = step.decode_metadata(start, rows).bind(self._cache)
-        last = self._model.forward(self._known(tokens), positions.flatten(), context).last
+        context = step.decode_metadata(start, rows).bind(self.cache)
+        last = self.model.forward(self._known(tokens), positions.flatten(), context).last
         hidden = last.view(len(step.slots), rows, -1)
         if rows == 2:
             return hidden[:, -1]
@@ -96,17 +98,17 @@ class DraftModelChain(NoDraft):
     def _after(self, step: StepInput, drafts: torch.Tensor) -> torch.Tensor:
         """Run the last of `drafts` [B, n]. Returns its hidden states [B, H]."""
         place = step.lengths + drafts.shape[1]
-        context = step.decode_metadata(place, 1).bind(self._cache)
-        return self._model.forward(self._known(drafts[:, -1]), place, context).last
+        context = step.decode_metadata(place, 1).bind(self.cache)
+        return self.model.forward(self._known(drafts[:, -1]), place, context).last
 
     def _known(self, tokens: torch.Tensor) -> torch.Tensor:
         """Clamp tokens to those that the draft has embeddings for: a target with a larger padded vocabulary may choose
         a padding token."""
-        return tokens if self._knows_all else tokens.clamp(max=self._model.config.vocab_size - 1)
+        return tokens if self._knows_all else tokens.clamp(max=self.model.config.vocab_size - 1)
 
     @property
     def _knows_all(self) -> bool:
-        return self._model.config.vocab_size >= self._vocabulary
+        return self.model.config.vocab_size >= self._vocabulary
 
     def _fit(self, logits: torch.Tensor) -> torch.Tensor:
         """Pad or cut the draft's logits [B, Vd] to the target's vocabulary; missing tokens get probability 0."""
@@ -140,8 +142,8 @@ class LaggingDraftModel(DraftModelChain):
         start = step.lengths + 1 - new
         positions = positions_from(start, count)
         tokens = self._known(step.batch.tokens[step.slots[:, None], positions])
-        context = step.decode_metadata(start, count).bind(self._cache)
-        last = self._model.forward(tokens.flatten(), positions.flatten(), context).last
+        context = step.decode_metadata(start, count).bind(self.cache)
+        last = self.model.forward(tokens.flatten(), positions.flatten(), context).last
         hidden = last.view(len(new), count, -1)
         return hidden.gather(1, (new - 1)[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
 
@@ -160,13 +162,13 @@ class DraftModelTree(LaggingDraftModel):
         self._shape = shape
 
     def propose(self, step: StepInput) -> Proposal:
-        model, lengths = self._model, step.lengths
+        model, lengths = self.model, step.lengths
         logits = self._fit(model.logits(self._newest(step)))
 
         def run(beams: Beams) -> torch.Tensor:
             width = beams.tokens.shape[1]
             positions = (lengths + beams.depth).repeat_interleave(width)
-            context = step.decode_metadata(lengths, width, beams.ancestors, beams.first).bind(self._cache)
+            context = step.decode_metadata(lengths, width, beams.ancestors, beams.first).bind(self.cache)
             features = model.forward(self._known(beams.tokens).flatten(), positions, context)
             return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
 
@@ -188,16 +190,16 @@ class RecurrentDraftChain(LaggingDraftModel):
 
     def _after(self, step: StepInput, drafts: torch.Tensor) -> torch.Tensor:
         start, count = step.lengths + 1, drafts.shape[1]
-        context = step.decode_metadata(start, count).bind(self._cache)
+        context = step.decode_metadata(start, count).bind(self.cache)
         positions = positions_from(start, count).flatten()
-        last = self._model.forward(self._known(drafts).flatten(), positions, context).last
+        last = self.model.forward(self._known(drafts).flatten(), positions, context).last
         self._states.commit(step.slots, step.batch.filled(-1, step.slots), None)  # nothing of this pass
         return last.view(len(drafts), count, -1)[:, -1]
 
     @property
     def _states(self) -> RecurrentStates:
-        assert self._cache.states is not None
-        return self._cache.states
+        assert self.cache.states is not None
+        return self.cache.states
 
 
 def _read_config(found: dict[str, Any]) -> ModelConfig:

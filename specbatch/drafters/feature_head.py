@@ -50,18 +50,18 @@ class HeadPrefill:
 
     def __init__(self, head: DraftHead, cache: KVCache) -> None:
         self.counters = GraphCounters()
-        self._head = head
-        self._cache = cache
+        self.head = head
+        self.cache = cache
 
     def __call__(self, tokens: Sequence[torch.Tensor], taken: torch.Tensor, metadata: PrefillMetadata) -> None:
         """tokens: int64 [T] for each of the head's `depths`, the token 1, 2, ... after each of the pass's tokens; taken
         [T, width]: features of these."""
         self.counters.fall_back("off")
-        attend = attention_of(self._head, self._cache, metadata, metadata.positions)
+        attend = attention_of(self.head, self.cache, metadata, metadata.positions)
         self._write(tokens, taken, metadata.positions, metadata.kv_slots, self._overrides(metadata), attend)
 
     def _overrides(self, metadata: PrefillMetadata) -> list[EmbeddingOverrides | None]:
-        head = self._head
+        head = self.head
         return [metadata.embedding_overrides(head.embedding, ahead=1 + depth) for depth in range(head.depths)]
 
     def _write(
@@ -73,7 +73,7 @@ class HeadPrefill:
         overrides: Sequence[EmbeddingOverrides | None],
         attend: Attend | None = None,
     ) -> None:
-        head, cache = self._head, self._cache
+        head, cache = self.head, self.cache
         embedded = [head.embed(*each) for each in zip(tokens, overrides, strict=True)]
         _, qkv = head.enter(embedded[0], head.project(taken), attend, embedded[1:])
         write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), positions, cache.k[-1], cache.v[-1]), slots)
@@ -115,7 +115,7 @@ class HeadPrefillGraphs(HeadPrefill):
 
     def capture(self) -> Iterator[None]:
         for bucket in reversed(self._buckets):
-            programs = [partial(self._segment, layer, bucket) for layer in range(self._head.depth)]
+            programs = [partial(self._segment, layer, bucket) for layer in range(self.head.depth)]
             for program in programs:
                 self._recorder.warm(program)
             self._graphs[bucket] = [self._recorder.record(program) for program in programs]
@@ -123,7 +123,7 @@ class HeadPrefillGraphs(HeadPrefill):
 
     def __call__(self, tokens: Sequence[torch.Tensor], taken: torch.Tensor, metadata: PrefillMetadata) -> None:
         overrides = self._overrides(metadata)
-        attend = attention_of(self._head, self._cache, metadata, metadata.positions)
+        attend = attention_of(self.head, self.cache, metadata, metadata.positions)
         if any(given is not None for given in overrides):
             self.counters.fall_back("embeddings")
             self._write(tokens, taken, metadata.positions, metadata.kv_slots, overrides, attend)
@@ -137,7 +137,7 @@ class HeadPrefillGraphs(HeadPrefill):
         for layer, program in enumerate(self._graphs[bucket]):
             if layer:
                 assert attend is not None
-                attended = attend(layer - 1, self._qkv[:count], self._head.heads_of(layer - 1))
+                attended = attend(layer - 1, self._qkv[:count], self.head.heads_of(layer - 1))
                 self._attended[:count].copy_(attended)
             program()
         self.counters.replays += 1
@@ -145,7 +145,7 @@ class HeadPrefillGraphs(HeadPrefill):
 
     def _segment(self, layer: int, count: int) -> None:
         """What is between the attention of the layer before and that of `layer`."""
-        head, cache = self._head, self._cache
+        head, cache = self.head, self.cache
         *tokens, positions, slots = self._places[:, :count]
         if layer:
             embedded = head.embed(tokens[layer]) if layer < head.depths else None
@@ -167,6 +167,8 @@ class FeatureChain(NoDraft):
 
     A step consumes as many buffered pairs as its own verify can produce. Before a step with fewer drafts than the one
     before, `shorten` therefore writes all but one of them. A step without drafts only writes keys and values.
+
+    head, cache: the network and its KV cache
     """
 
     def __init__(
@@ -181,8 +183,8 @@ class FeatureChain(NoDraft):
     ) -> None:
         """slots: device rows without the padding row; vocabulary: the target's; diagnosis: see `Drafter.diagnose`."""
         like, room, hidden = head.embedding, shape.steps + head.depths, head.config.hidden_size
-        self._head = head
-        self._cache = cache
+        self.head = head
+        self.cache = cache
         self._prefill = prefill
         self._shape = shape
         self._vocabulary = vocabulary
@@ -191,13 +193,13 @@ class FeatureChain(NoDraft):
         self._ready = torch.ones(slots + 1, dtype=torch.int64, device=like.device)
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
-        taken = self._head.take(features)
+        taken = self.head.take(features)
         # The next token of a prompt's last token is not known yet; that pair is buffered, too, and written again.
         self._prefill([batch.tokens[metadata.slots, metadata.positions + 1]], taken, metadata)
         rows = metadata.slots[metadata.last]
         # A step runs the pairs after the ready ones, too, so they must be finite.
         self._waiting.index_fill_(0, rows, 0.0)
-        self._waiting[rows, 0] = self._head.project(taken[metadata.last])
+        self._waiting[rows, 0] = self.head.project(taken[metadata.last])
         self._ready.index_fill_(0, rows, 1)  # assigning a number by index would synchronize with the device
 
     def diagnose(self, completions: Sequence[Completion]) -> str | None:
@@ -210,14 +212,14 @@ class FeatureChain(NoDraft):
         hidden, places = self._newest(step)
         chain = self.begin_chain(step)
         for index in range(step.num_drafts):
-            embedded = chain.choose_embedded(self.scores(hidden, step), self._head.embedding)
+            embedded = chain.choose_embedded(self.scores(hidden, step), self.head.embedding)
             if index + 1 < step.num_drafts:
                 place = places[index + 1]
                 hidden = self._run(step.decode_metadata(place, 1), embedded, hidden, place)
         return chain.proposal()
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        hidden = self._head.project(self._head.take(features))
+        hidden = self.head.project(self.head.take(features))
         buffer_features(hidden, step.slots, accepted, path, self._waiting, self._ready)
 
     def shorten(self, step: StepInput) -> None:
@@ -227,11 +229,11 @@ class FeatureChain(NoDraft):
         self._ready.index_fill_(0, rows, 1)
 
     def begin_chain(self, step: StepInput) -> DraftChain:
-        return DraftChain(step, ids=self._head.vocabulary, vocabulary=self._vocabulary)
+        return DraftChain(step, ids=self.head.vocabulary, vocabulary=self._vocabulary)
 
     def scores(self, hidden: torch.Tensor, step: StepInput) -> Scores:
         """hidden [T, hidden_size] -> scores [T, Vd], of which a step chooses drafts."""
-        return self._head.scores(hidden, greedy=takes_argmax(step))
+        return self.head.scores(hidden, greedy=takes_argmax(step))
 
     def _newest(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the buffered pairs. Returns the hidden state [B, hidden_size] of the newest pair, whose token is the
@@ -244,10 +246,10 @@ class FeatureChain(NoDraft):
 
     def _write(self, step: StepInput, most: int = 1) -> None:
         """Write keys and values of the buffered pairs, up to `most` per row, without the last layer's attention."""
-        due, cache = self._due(step, most), self._cache
+        due, cache = self._due(step, most), self.cache
         rows = step.slots.repeat_interleave(most)
         slots = kv_slots(step.batch.page_table, rows, due.positions, step.page_size)
-        head, attend = self._head, None
+        head, attend = self.head, None
         if head.more:
             metadata = step.decode_metadata(due.start, most)
             metadata = replace(metadata, bound=None)  # pairs that are not ready may be beyond it
@@ -259,7 +261,7 @@ class FeatureChain(NoDraft):
         """Up to `most` buffered pairs per row. Rows with fewer ready pairs get invalid ones after them, whose positions
         are overwritten before they are read."""
         memory = self._waiting, self._ready
-        return pending_inputs(step.batch.tokens, step.slots, step.lengths, *memory, self._head.embedding, most)
+        return pending_inputs(step.batch.tokens, step.slots, step.lengths, *memory, self.head.embedding, most)
 
     def _run(
         self,
@@ -270,8 +272,8 @@ class FeatureChain(NoDraft):
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run pairs through the layers. Returns hidden states [n, hidden_size] of `rows`, or of all."""
-        head = self._head
-        attend = partial(metadata.bind(self._cache).attend, positions=positions)
+        head = self.head
+        attend = partial(metadata.bind(self.cache).attend, positions=positions)
         x, qkv = head.enter(embedded, hidden, attend)
         attended = attend(head.depth - 1, qkv, head.heads_of(head.depth - 1))
         if rows is not None:
@@ -286,7 +288,7 @@ class FeatureTree(FeatureChain):
     """Drafts a tree by best-first expansion. The pair whose token is the root is the root of the tree."""
 
     def propose(self, step: StepInput) -> Proposal:
-        head = self._head
+        head = self.head
         newest, places = self._newest(step)
         before, root = newest[:, None], places[0]
 

@@ -35,7 +35,7 @@ class LayerChain(FeatureChain):
     Per device row it buffers the features of a verify and up to depths - 1 before them; `ready` counts both.
     """
 
-    _head: MtpHead
+    head: MtpHead
 
     def __init__(self, head: DraftHead, *how: Any) -> None:
         super().__init__(head, *how)
@@ -43,7 +43,7 @@ class LayerChain(FeatureChain):
         assert self._shape.steps <= head.depths
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
-        depths, taken = self._head.depths, self._head.take(features)
+        depths, taken = self.head.depths, self.head.take(features)
         # Tokens after the prompt are not known yet; their pairs are buffered, too, and written again.
         ahead = positions_from(metadata.positions + 1, depths).clamp(max=batch.width - 1)
         self._prefill(batch.tokens[metadata.slots[:, None], ahead].unbind(1), taken, metadata)
@@ -55,19 +55,19 @@ class LayerChain(FeatureChain):
 
     def propose(self, step: StepInput) -> Proposal:
         chain = self.begin_chain(step)
-        self._run_layers(step, step.num_drafts + self._head.depths, chain, step.num_drafts)
+        self._run_layers(step, step.num_drafts + self.head.depths, chain, step.num_drafts)
         return chain.proposal() if step.num_drafts else no_drafts(step)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        rows, taken = step.slots, self._head.take(features)
+        rows, taken = step.slots, self.head.take(features)
         queries = len(taken) // len(rows)
         first = torch.arange(len(rows), device=rows.device) * queries
-        self._buffer(rows, self._ready[rows].clamp(max=self._head.depths - 1), taken, first, accepted + 1)
+        self._buffer(rows, self._ready[rows].clamp(max=self.head.depths - 1), taken, first, accepted + 1)
 
     def shorten(self, step: StepInput) -> None:
         rows, none = step.slots, torch.zeros_like(step.slots)
         self._run_layers(step, self._waiting.shape[1], self.begin_chain(step), 0)
-        kept = self._ready[rows].clamp(max=self._head.depths)
+        kept = self._ready[rows].clamp(max=self.head.depths)
         self._buffer(rows, kept, self._waiting[0], none, none)
 
     def _buffer(
@@ -90,7 +90,7 @@ class LayerChain(FeatureChain):
     def _run_layers(self, step: StepInput, most: int, chain: DraftChain, count: int) -> None:
         """Run all layers over up to `most` buffered pairs per row, and choose a draft by each of the first `count`. The
         other layers only write keys and values."""
-        head, cache, batch = self._head, self._cache, step.batch
+        head, cache, batch = self.head, self.cache, step.batch
         due, ready = self._due(step, most), self._ready[step.slots, None]
         # The ignored rows may be beyond the bound of the step.
         bound = min(step.bound + most, batch.page_table.shape[1] * step.page_size)

@@ -50,7 +50,7 @@ class ParallelChain(FeatureChain):
             return no_drafts(step)
         hidden = self._filled(step).flatten(0, 1)
         scores: Scores = self.scores(hidden, step).unflatten(0, (-1, count))
-        return choose_at_once(scores, step, ids=self._head.vocabulary, vocabulary=self._vocabulary)
+        return choose_at_once(scores, step, ids=self.head.vocabulary, vocabulary=self._vocabulary)
 
     def _filled(self, step: StepInput) -> torch.Tensor:
         """Run the buffered pairs and the masked places after them. Returns hidden states [B, num_drafts, hidden_size]

@@ -71,7 +71,7 @@ class MemoryPlan:
         if self.corpus:
             yield f"  corpus     {size_text(self.corpus)}"
         if self.grammars:
-            yield f"  grammars   {size_text(self.grammars)} for tables of regular expressions and JSON schemas"
+            yield f"  grammars   {size_text(self.grammars)} reserved for tables of regular expressions and JSON schemas"
         yield f"  workspace  {size_text(self.workspace)} (activations, logits and the batch's tables)"
         if self.graphs:
             yield f"  graphs     {size_text(self.graphs)} (estimate)"

@@ -24,8 +24,7 @@ from specbatch.weights.cache import cache_folder, file_hash, keep, staging
 from specbatch.weights.checkpoint import Log
 from specbatch.weights.folder import FolderCheckpoint, check_tensors
 from specbatch.weights.gguf_file import GgufFile, layout_of, read_config, rename
-from specbatch.weights.gguf_mixtures import Stored, join_experts
-from specbatch.weights.gguf_values import dequantize_tensor
+from specbatch.weights.gguf_tensors import Stored, dequantize_tensor, join_experts
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.recurrent.gated_delta_triton import decay_of, normalise
+from specbatch.kernels.recurrent.gated_delta_triton import log_decay, normalise
 from specbatch.kernels.recurrent.inputs import DeltaInputs, SsdInputs
 from specbatch.kernels.recurrent.mamba2_triton import finish_rows
 
@@ -55,7 +55,7 @@ def _delta(
     v = tl.load(heads + (2 * KEYS + head) * DIM + v_column).to(tl.float32)
     q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * (DIM**-0.5)
     k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    fade = tl.exp(decay_of(a + token * VALUES + head, a_log + head, dt_bias + head, True))
+    fade = tl.exp(log_decay(a + token * VALUES + head, a_log + head, dt_bias + head, True))
     u = tl.sigmoid(tl.load(b + token * VALUES + head).to(tl.float32)) * (v - fade * tl.sum(s * k[:, None], 0))
     s = s * fade + k[:, None] * u[None, :]
     tl.store(cells, s)

@@ -49,6 +49,7 @@ class Table:
     shows: tuple[Shown, ...] = ()
     unit: Literal["us", "ms"] = "us"
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
+    repeats: int = REPEATS
 
     def measured(self) -> list[Row]:
         return [self._measure(row) if isinstance(row, Case) else row for row in self.rows]
@@ -59,7 +60,7 @@ class Table:
         if on_cuda:
             runs = {name: captured(run) for name, run in runs.items()}
         warm_ups = 3 if on_cuda else 1
-        found = interleaved_seconds(runs, self.device, REPEATS, warm_ups=warm_ups, pause_s=case.pause_s)
+        found = interleaved_seconds(runs, self.device, self.repeats, warm_ups=warm_ups, pause_s=case.pause_s)
         seconds = {
             name: [time / (len(case.calls[name]) * case.count) for time in times] for name, times in found.items()
         }

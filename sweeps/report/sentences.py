@@ -21,7 +21,7 @@ _SPEED = METRICS["output_throughput"]
 def conclusion(speedups: Mapping[tuple[Any, ...], Speedup], bases: Mapping[str, str]) -> list[str]:
     """One sentence for each concurrency; none for a single configuration.
 
-    speedups: by (concurrency, configuration), as `tables.speedups_of` has it. bases: the configuration that each one is
+    speedups: by (concurrency, configuration), as `points.speedups_of` has it. bases: the configuration that each one is
     relative to.
     """
     sentences = []
@@ -52,7 +52,7 @@ def _of_one_repeat(speedups: Iterable[Speedup]) -> Iterator[str]:
 def precision_sentences(known: Mapping[tuple[Any, ...], float], wanted: float) -> list[str]:
     """One sentence for each concurrency: how exactly its ratios are known, and whether that is `wanted` (0.02: 2%).
 
-    known: by (concurrency, configuration), as `tables.precision_of` has it.
+    known: by (concurrency, configuration), as `points.precision_of` has it.
     """
     sentences = []
     for concurrency in dict.fromkeys(number for number, _ in known):

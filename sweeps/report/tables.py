@@ -238,7 +238,7 @@ def ratio_heading(view: View, over: Mapping[str, str]) -> str:
 
 
 def speedup_text(row: Any, *, column: str, bare: bool = False) -> str:
-    """The cell of a ratio that `tables.table` has in `column`, with its interval: "1.83 (1.77-1.89)", "1.83 (one
+    """The cell of a ratio that `table` has in `column`, with its interval: "1.83 (1.77-1.89)", "1.83 (one
     repeat)", or "1.83" if such a ratio is to be bare."""
     ratio, low, high = (getattr(row, column + end) for end in ("", "_low", "_high"))
     verdict = getattr(row, f"{column}_verdict")

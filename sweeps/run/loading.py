@@ -13,7 +13,8 @@ from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.run.engine_groups import ON_DEVICES, Failed, engines_of, groups_of
-from specbatch.sweeps.workload.workloads import Workload, shown
+from specbatch.sweeps.workload.lengths import shown
+from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine

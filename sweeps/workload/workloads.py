@@ -22,6 +22,7 @@ from specbatch.jobs.prompts import Prompt, misplaced_note, params_of
 from specbatch.records.objectives import Objectives
 from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categories, read_dataset
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
+from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -32,7 +33,6 @@ SENT = frozenset(
 )  # of a row's parameters, to a server
 RANDOM = ("random", "gsp")  # datasets of random token ids
 LOAD, TEMPLATE = "Load", "Chat template"  # boxes of --help
-Length = int | tuple[int, int]  # tokens, or least and most with a uniform distribution
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "shared_len"):
-            _check_length(name, getattr(self, name))
+            check_length(name, getattr(self, name))
         for name in ("prompts_per_concurrency", "groups", "group_prompts"):
             at_least(name, getattr(self, name), 1)
         for name in ("groups", "group_prompts", "shared_len"):
@@ -211,7 +211,7 @@ class Workload:
         """Fewest and most tokens of a prompt; None where it takes the tokenizer to know."""
         if not self.is_random:
             return None
-        parts = [_bounds(self.input_len), *([_bounds(self.shared_len)] if self.is_grouped else [])]
+        parts = [bounds(self.input_len), *([bounds(self.shared_len)] if self.is_grouped else [])]
         return sum(least for least, _ in parts), sum(most for _, most in parts)
 
     @property
@@ -224,7 +224,7 @@ class Workload:
     @property
     def max_model_len(self) -> int | None:
         """What the prompts need; None where it takes the tokenizer to know."""
-        return None if self.input_range is None else self.input_range[1] + _bounds(self.output_len)[1]
+        return None if self.input_range is None else self.input_range[1] + bounds(self.output_len)[1]
 
     def params(self, count: int) -> list[SamplingParams]:
         """Of the first `count` prompts: those of the workload, with what the row of a file sets in its `sampling`. Each
@@ -337,7 +337,7 @@ class Workload:
         """Describe a point's prompts for its record. output_len is the maximum, input_len is None if prompts differ;
         input_range and output_range hold the smallest and the largest of random lengths, and of those that rows set.
         Without prompts: all rows."""
-        inputs, outputs = self.input_range, _bounds(self.output_len)
+        inputs, outputs = self.input_range, bounds(self.output_len)
         params = self.params(len(prompts) or len(self.rows) or 1)
         own = [row.sampling for row in self.rows if row.sampling]
         if own:
@@ -373,7 +373,7 @@ class Workload:
         }
 
     def _draw_length(self, what: str, index: int, length: Length) -> int:
-        least, most = _bounds(length)
+        least, most = bounds(length)
         return least if least == most else random.Random(f"{self.seed}/{what} length {index}").randint(least, most)
 
     def _of_turns(self, rows: list[Prompt]) -> list[Prompt]:
@@ -389,22 +389,6 @@ class Workload:
                 raise refuse("burst", "all", works)
             raise refuse("request_rate", self.request_rate, works)
         return rows
-
-
-def shown(length: Length) -> int | str:
-    """In the form of the command line."""
-    return length if isinstance(length, int) else f"{length[0]}-{length[1]}"
-
-
-def _check_length(name: str, length: Length) -> None:
-    least, most = _bounds(length)
-    at_least(name, least, 1)
-    if most < least:
-        raise refuse(name, shown(length), f"the smaller number comes first; use {most}-{least}")
-
-
-def _bounds(length: Length) -> tuple[int, int]:
-    return (length, length) if isinstance(length, int) else length
 
 
 def _described(own: list[dict[str, Any]], rows: int) -> dict[str, Any]:

@@ -235,9 +235,16 @@ def test_a_dry_run_refuses_rows_that_cannot_run(run, row, message):
 
 
 @pytest.mark.slow
-def test_several_models_run_one_after_the_other(run):
+@pytest.mark.parametrize(
+    "command",
+    [
+        "sweep --repeats 1 --input-len 8 --output-len 6",
+        "eval one_digit_sums --limit 2 --num-fewshot 0 --max-new-tokens 3 --truncate-prompts",
+    ],
+)
+def test_several_models_run_one_after_the_other(run, command):
     Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [1, 2]\n[ngram]\nalgorithm = "ngram"\nseed = 1\n')
-    command = "sweep --concurrency 2 --repeats 1 --input-len 8 --output-len 6 --configs grid.toml --out out"
+    command += " --concurrency 2 --configs grid.toml --out out"
     assert run(command).stdout.count("## toy-") == 2
     names = sorted(str(path.parent) for path in Path("out").glob("*/*/c2/r1/record.json"))
     assert names == ["out/toy-1/baseline/c2/r1", "out/toy-1/ngram/c2/r1", "out/toy-2/baseline/c2/r1"]

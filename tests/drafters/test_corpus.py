@@ -87,12 +87,12 @@ def test_a_draft_model_has_keys_for_tokens_that_the_corpus_drafted(
     assert engine.record().metrics["corpus_accept_rate"] > 0.8
     drafter = engine.parts.worker.prefill_step.drafter._drafter  # type: ignore[attr-defined]
     texts = [(*item.prompt_token_ids, *item.token_ids) for item in done]
-    _, fresh = run_texts(drafter._model, texts)
+    _, fresh = run_texts(drafter.model, texts)
     for index, text in enumerate(texts, 1):
         path = engine.parts.scheduler.cache.path(list(text), len(text))  # type: ignore[union-attr]
         pages = torch.tensor([node.page for node in path])
         assert len(text) - most - 3 <= len(pages) < len(text)
-        for ours, theirs in zip((*drafter._cache.k, *drafter._cache.v), (*fresh.k, *fresh.v), strict=True):
+        for ours, theirs in zip((*drafter.cache.k, *drafter.cache.v), (*fresh.k, *fresh.v), strict=True):
             torch.testing.assert_close(ours[pages, 0], theirs[index, : len(pages)], rtol=1e-4, atol=1e-5)
 
 

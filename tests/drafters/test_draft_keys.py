@@ -29,9 +29,9 @@ def test_shared_pages_hold_the_draft_models_keys(
     assert engine.record().metrics["accept_length"] > 2.5
     drafter = engine.parts.worker.prefill_step.drafter
     texts = [(*item.prompt_token_ids, *item.token_ids) for item in done]
-    _, fresh = run_texts(drafter._model, texts)
+    _, fresh = run_texts(drafter.model, texts)
     for index, text in enumerate(texts, 1):
         pages = torch.tensor([node.page for node in engine.parts.scheduler.cache.path(list(text), len(text))])
         assert len(text) - 8 <= len(pages) < len(text), "the newest positions may be missing, but no others"
-        for ours, theirs in zip((*drafter._cache.k, *drafter._cache.v), (*fresh.k, *fresh.v), strict=True):
+        for ours, theirs in zip((*drafter.cache.k, *drafter.cache.v), (*fresh.k, *fresh.v), strict=True):
             torch.testing.assert_close(ours[pages, 0], theirs[index, : len(pages)], rtol=1e-4, atol=1e-5)

@@ -176,7 +176,7 @@ def test_layers_whose_keys_others_read_are_not_skipped(targets: Targets) -> None
     for skipped in ("2", "0,2"):
         engine = targets.engine("gemma4-e2b", "model", more={"draft": f"self:skip={skipped}"})
         assert [done.token_ids for done in engine.generate(prompts, params)] == targets.greedy("gemma4-e2b", 6)
-        assert len(engine.parts.worker.decode_step.drafter._cache.k) == (2 if skipped == "2" else 1)
+        assert len(engine.parts.worker.decode_step.drafter.cache.k) == (2 if skipped == "2" else 1)
 
 
 class Words(ByteTokenizer):

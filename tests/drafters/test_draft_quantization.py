@@ -64,11 +64,13 @@ on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no
 
 @pytest.fixture
 def build(tmp_path: Path) -> Iterator[Build]:
-    """`build(algorithm, quantization, **settings)`: an engine with random weights."""
+    """`build(algorithm, quantization, shape=..., small=..., **settings)`: an engine with random weights. shape, small:
+    changes of the target's config and of the draft model's."""
     engines: list[Engine] = []
 
     def build(algorithm: str = "none", quantization: str | None = None, **settings: Any) -> Engine:
-        for name, config in (("target", SHAPE), ("small", SMALL)):
+        configs = {"target": SHAPE | settings.pop("shape", {}), "small": SMALL | settings.pop("small", {})}
+        for name, config in configs.items():
             (tmp_path / name).mkdir(exist_ok=True)
             (tmp_path / name / "config.json").write_text(json.dumps(config))
         entry = ALGORITHMS[algorithm]
@@ -211,20 +213,16 @@ def test_layers_of_the_target_are_not_quantized(build: Build, tmp_path: Path) ->
         Engine(config)
 
 
-def test_a_width_that_is_no_whole_number_of_blocks(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SHAPE, "hidden_size", 192)
+def test_a_width_that_is_no_whole_number_of_blocks(build: Build) -> None:
     with pytest.raises(SpecbatchError, match=r"draft_quantization='fp8'.*192, which must be a multiple of 128"):
-        build("eagle3", "fp8")
+        build("eagle3", "fp8", shape={"hidden_size": 192})
 
 
-def test_experts_beside_a_shared_one_of_other_widths(
-    build: Build, monkeypatch: pytest.MonkeyPatch, stay_quantized: Callable[..., None]
-) -> None:
+def test_experts_beside_a_shared_one_of_other_widths(build: Build, stay_quantized: Callable[..., None]) -> None:
     stay_quantized()
-    for name in ("moe_intermediate_size", "shared_expert_intermediate_size"):
-        monkeypatch.setitem(SHAPE, name, 192)
+    widths = dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 192)
     with pytest.raises(SpecbatchError, match=r"draft_quantization='fp8': mtp.layers.0.mlp .* widths 192 and 192"):
-        build("mtp", "fp8")
+        build("mtp", "fp8", shape=widths)
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
@@ -234,11 +232,10 @@ def test_stored_fp8_weights_are_not_quantized_again(
     shapes: list[tuple[int, ...]] = []
     stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     stay_quantized(keeps)
-    monkeypatch.setitem(SMALL, "quantization_config", stored)
     monkeypatch.setattr(
         weight_reader, "quantize_fp8_weight", lambda values: shapes.append(values.shape) or Weight(values)
     )
-    build("standalone", "fp8")
+    build("standalone", "fp8", small={"quantization_config": stored})
     assert shapes == [(260, 128)], "the output matrix only"
 
 
@@ -294,8 +291,6 @@ def test_the_plan_counts_no_more_than_is_saved(
     """Of draft models with matrices that are read in other ways."""
     stay_quantized()
     found = watched(monkeypatch)
-    for name, value in changes.items():
-        monkeypatch.setitem(SMALL, name, value)
-    engine, plain = build("standalone", "fp8"), build("standalone")
+    engine, plain = build("standalone", "fp8", small=changes), build("standalone", small=changes)
     saved = sum(4 * weight.values.numel() - _bytes(weight) for weight in found)
     assert 0.9 * saved < plain.caps["weights_bytes"] - engine.caps["weights_bytes"] < 1.001 * saved

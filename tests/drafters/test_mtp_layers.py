@@ -24,7 +24,7 @@ def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[st
     )
     drafter = engine.parts.worker.prefill_step.drafter
     assert isinstance(drafter, LayerChain)
-    head, cache, model, cached = drafter._head, drafter._cache, engine.parts.model, engine.parts.scheduler.cache
+    head, cache, model, cached = drafter.head, drafter.cache, engine.parts.model, engine.parts.scheduler.cache
     assert head.depths == 3
     assert cached is not None
     for item in done:

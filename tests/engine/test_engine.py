@@ -195,16 +195,11 @@ def test_times_count_from_arrival(toy: Any, toy_engine: Callable[..., Engine]) -
 @pytest.mark.parametrize("limit", [1, 3])
 def test_concurrency_limits_submitted_requests(toy: Any, toy_engine: Callable[..., Engine], limit: int) -> None:
     engine = toy_engine()
-    most = 0
-    submit = engine._requests.submit
-
-    def watch(*arguments: Any) -> None:
-        nonlocal most
-        submit(*arguments)
-        most = max(most, len(engine._requests))
-
-    engine._requests.submit = watch  # type: ignore[method-assign]
-    completions = engine.generate(prompts_of(toy, 7), LONG, concurrency=limit)
+    most, completions = 0, []
+    for event in engine.stream(prompts_of(toy, 7), LONG, concurrency=limit):
+        most = max(most, engine.parts.scheduler.unfinished)
+        completions += [] if event.completion is None else [event.completion]
+    completions.sort(key=lambda item: item.index)
     assert most == limit
     assert tokens_of(completions) == [list(toy.greedy(prompt)[:10]) for prompt in toy.prompts()[:7]]
     if limit == 1:  # each request is submitted when the previous one has ended, and does not queue

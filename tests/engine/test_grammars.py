@@ -92,7 +92,8 @@ def test_tables_have_their_place_in_the_memory_plan(toy_engine: Callable[..., En
     lines: list[str] = []
     engine = toy_engine(log=lines.append)
     before = engine.parts.worker.batch._tables
-    assert f"  grammars   {before.nbytes >> 20}.0 MiB for tables of regular expressions and JSON schemas" in lines
+    size = f"{before.nbytes >> 20}.0 MiB"
+    assert f"  grammars   {size} reserved for tables of regular expressions and JSON schemas" in lines
     engine.generate([[3]], SamplingParams(regex="[a-z]{4}", max_new_tokens=2))
     assert engine.parts.worker.batch._tables is before
 

@@ -63,7 +63,7 @@ def test_a_closed_group_has_no_threads(targets: Targets, monkeypatch: pytest.Mon
     """One that ends with the interpreter could be the last that holds the collectives, and abort the process."""
     thread_group(monkeypatch)
     built(targets)
-    [group] = ranks._groups.values()
+    [group] = ranks.groups.values()
     others = set(threading.enumerate())
 
     def slow(group: RankGroup, rank: int) -> str:

@@ -81,7 +81,7 @@ def test_every_draft_of_the_target_itself_is_accepted(targets: Targets, name: st
     assert total["drafted"] > corpus["drafted"]
     assert total["drafted"] - corpus["drafted"] == total["accepted"] - corpus["accepted"]
     assert (corpus["drafted"] > corpus["accepted"]) == (how == "corpus")
-    of_target, of_draft = (cache.states for cache in engine.parts.worker._caches)
+    of_target, of_draft = (cache.states for cache in engine.parts.worker.caches)
     assert of_target is not None
     assert of_draft is not None
     for (_, ours), (_, theirs) in zip(of_target._kept_states, of_draft._kept_states, strict=True):
@@ -106,7 +106,7 @@ def test_recurrent_drafts_are_chains_of_a_number(targets: Targets, more: dict[st
 @pytest.mark.parametrize(("algorithm", "is_tree"), [("none", False), ("ngram", False), ("ngram-tree", True)])
 def test_only_trees_have_a_path(targets: Targets, algorithm: str, is_tree: bool) -> None:
     """Kernels of chains of few rows take no path."""
-    [cache] = targets.engine("qwen3.5", algorithm).parts.worker._caches
+    [cache] = targets.engine("qwen3.5", algorithm).parts.worker.caches
     assert cache.states is not None
     assert (cache.states.replay(torch.arange(2), None).path is not None) == is_tree
 

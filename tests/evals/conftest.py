@@ -115,13 +115,13 @@ class FakeEngine:
                 raise KeyboardInterrupt
             prompt = prompts[place]
             assert isinstance(prompt, list)
-            made[place] = self._answer(place, prompt, params[place])
+            made[place] = self.answer(place, prompt, params[place])
             if on_completion is not None:
                 on_completion(made[place])
         self.done = [made[place] for place in range(len(prompts))]
         return self.done
 
-    def _answer(self, place: int, prompt: list[int], params: SamplingParams) -> Completion:
+    def answer(self, place: int, prompt: list[int], params: SamplingParams) -> Completion:
         text, reason = self.reply(self.tokenizer.decode(prompt)), "stop"
         output = OutputText(lambda ids: bytes(ids).decode(errors="replace"), params.stop, params.reasoning)
         any(output.push(byte) for byte in text.encode())
@@ -295,6 +295,21 @@ def report(evaluate: Callable[..., EvalReport], report_folder: Path) -> EvalRepo
 
 
 @pytest.fixture
+def no_env_info(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval's own evaluations leave out the description of the machine, which is slow and not compared."""
+    import lm_eval.evaluator
+
+    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
+
+
+@pytest.fixture
+def byte_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints have the tokenizer of bytes."""
+    found = types.SimpleNamespace(tokenizer=FakeTokenizer)
+    monkeypatch.setattr("specbatch.evals.run.open_checkpoint", lambda *_, **__: found)
+
+
+@pytest.fixture
 def hflm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """lm-eval's model for transformers. It imports accelerate but does not use it for a loaded model."""
     named = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size")
@@ -349,17 +364,11 @@ def tasks_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return manager(include_path=[*([folder] if include_defaults else []), *given], include_defaults=False)
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", either)
-    found = task._names_in
-    monkeypatch.setattr(task, "_names_in", lambda _, wanted=(): found(folder, wanted))
-    trusted = user_tasks._is_trusted
-    monkeypatch.setattr(user_tasks, "_is_trusted", lambda path: path.is_relative_to(folder) or trusted(path))
+    found = task.names_in
+    monkeypatch.setattr(task, "names_in", lambda _, wanted=(): found(folder, wanted))
+    trusted = user_tasks.is_trusted
+    monkeypatch.setattr(user_tasks, "is_trusted", lambda path: path.is_relative_to(folder) or trusted(path))
     return folder
-
-
-@pytest.fixture
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """lm-eval's results without a description of the machine, which is slow to make."""
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
 
 
 @pytest.fixture

@@ -73,16 +73,13 @@ def test_compare_shows_that_an_evaluation_was_continued(
     assert "8 questions, paired: 0 lost, 0 gained" in text
 
 
-def test_all_answers_finished_but_no_report(
-    make_engine: Any, evaluate: Any, mixed_reply: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+def test_all_answers_finished_but_no_report(make_engine: Any, evaluate: Any, mixed_reply: Any, tmp_path: Path) -> None:
+    class Failing(make_engine):
+        def record(self, **known: Any) -> Any:
+            raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(EvalReport, "save", fail)
-        with pytest.raises(OSError, match="No space"):
-            evaluate(output=tmp_path / "out")
+    with pytest.raises(OSError, match="No space"):
+        evaluate(engine=Failing(mixed_reply), output=tmp_path / "out")
     engine = make_engine(mixed_reply)
     found = evaluate(engine=engine, output=tmp_path / "out")
     assert engine.calls[0]["prompts"] == []
@@ -142,19 +139,15 @@ def test_finished_evaluation_is_not_overwritten(
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*.*")} == before
 
 
-def test_failed_answer_is_generated_again(
-    make_engine: Any, evaluate: Any, mixed_reply: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine(mixed_reply)
-    answer = engine._answer
+def test_failed_answer_is_generated_again(make_engine: Any, evaluate: Any, mixed_reply: Any, tmp_path: Path) -> None:
+    class Failing(make_engine):
+        def answer(self, place: int, *args: Any) -> Any:
+            completion = super().answer(place, *args)
+            if place == 6:
+                completion.finish_reason, completion.error = "error", "logits are not finite"
+            return completion
 
-    def fails(place: int, *args: Any) -> Any:
-        completion = answer(place, *args)
-        if place == 6:
-            completion.finish_reason, completion.error = "error", "logits are not finite"
-        return completion
-
-    monkeypatch.setattr(engine, "_answer", fails)
+    engine = Failing(mixed_reply)
     engine.stop_after = 3
     with pytest.raises(KeyboardInterrupt, match=r"kept the finished answers \(2\)"):
         evaluate(engine=engine, output=tmp_path / "out")

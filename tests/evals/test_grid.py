@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,12 +24,10 @@ from specbatch.evals.grid_table import Grid, load_grid
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
-from specbatch.replicas import ray_cluster
 from specbatch.replicas.cluster import Cluster
 from specbatch.sweeps.report.compare import compare
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.tables import markdown, table
-from specbatch.sweeps.run import blocks
 from specbatch.sweeps.run.configurations import named
 
 CONFIGS = named(EngineConfig(device="cpu", speculation=Speculation("ngram")), ("baseline", "v1", "v2"))
@@ -39,11 +36,17 @@ Run = Callable[..., Grid]
 
 @pytest.fixture
 def evaluate_all(engines: Any, scored_file: Path, shots_file: Path, tmp_path: Path) -> Run:
-    def run(concurrency: tuple[int, ...] = (2,), repeats: int = 1, most: int | None = None, **changes: Any) -> Grid:
+    def run(
+        concurrency: tuple[int, ...] = (2,),
+        repeats: int = 1,
+        most: int | None = None,
+        configs: Any = CONFIGS,
+        **changes: Any,
+    ) -> Grid:
         task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3, **changes)
         options = GridOptions(task, concurrency, repeats, most)
         run.options = [options]  # type: ignore[attr-defined]
-        return run_grids(CONFIGS, [options], tmp_path, report=lambda *at, **_: seen.append(at))["gsm8k"]
+        return run_grids(configs, [options], tmp_path, report=lambda *at, **_: seen.append(at))["gsm8k"]
 
     seen: list[tuple[int, int]] = []
     run.seen = seen  # type: ignore[attr-defined]
@@ -51,12 +54,8 @@ def evaluate_all(engines: Any, scored_file: Path, shots_file: Path, tmp_path: Pa
 
 
 def test_prompts_that_do_not_fit_are_refused_before_engines_load(
-    engines: Any, make_engine: Any, scored_file: Path, shots_file: Path, tmp_path: Path, monkeypatch: Any
+    engines: Any, byte_checkpoint: None, scored_file: Path, shots_file: Path, tmp_path: Path
 ) -> None:
-    tokenizer = make_engine(str).tokenizer
-    monkeypatch.setattr(
-        "specbatch.evals.run.open_checkpoint", lambda *_, **__: SimpleNamespace(tokenizer=lambda: tokenizer)
-    )
     configs = CONFIGS | {"v2": replace(CONFIGS["v2"], max_model_len=400)}
     task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
     with pytest.raises(SpecbatchError, match=r"max_model_len=400: question 7 of gsm8k, the longest, has \d+ prompt"):
@@ -173,6 +172,9 @@ def test_interrupted_grid_continues_with_the_missing_points(evaluate_all: Run, e
     with pytest.raises(SpecbatchError, match="is of an evaluation with another"):
         evaluate_all(temperature=0.6)
     assert evaluate_all().rows() == rows
+    loads = engines.loads
+    assert evaluate_all(overwrite=True).rows() == rows
+    assert engines.loads == loads + 1
 
 
 def test_failed_point_is_left_out_and_runs_again(evaluate_all: Run, engines: Any, tmp_path: Path) -> None:
@@ -209,14 +211,11 @@ def test_task_with_different_prompts_in_each_run_is_refused(evaluate_all: Run, m
         evaluate_all()
 
 
-def test_report_of_the_same_folder_has_the_same_speedups(
-    evaluate_all: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_of_the_same_folder_has_the_same_speedups(evaluate_all: Run, tmp_path: Path) -> None:
     """Both have two bases, which differ in their prefill graphs as the configurations with speculation do."""
     more = named(EngineConfig(device="cpu", speculation=Speculation("ngram")), ("baseline+piecewise", "v2+piecewise"))
-    for name, config in more.items():
-        monkeypatch.setitem(CONFIGS, name, config)
-    evaluate_all((2,), repeats=2)
+    every = CONFIGS | more
+    evaluate_all((2,), repeats=2, configs=every)
     for number, path in enumerate(sorted(tmp_path.glob("*/c2/r*/record.json"))):
         body = json.loads(path.read_text())
         body["metrics"]["output_throughput"] = 100.0 + 17 * number**2 % 31
@@ -224,7 +223,7 @@ def test_report_of_the_same_folder_has_the_same_speedups(
     evaluated = {row["configuration"]: row for row in load_grid(tmp_path).rows()}
     records = load_records(tmp_path)
     reported = table(records).set_index("configuration")
-    assert list(reported.index) == list(CONFIGS)
+    assert list(reported.index) == list(every)
     assert reported.base.to_dict() == {name: row["base"] for name, row in evaluated.items()}
     assert reported.base["v2+piecewise"] == "baseline+piecewise"
     for name, row in list(evaluated.items())[1:]:
@@ -278,8 +277,6 @@ def test_workers_of_a_cluster_measure_the_points(
     rows = evaluate_all((2, 3)).rows()
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)
-    for module in (ray_cluster, blocks):
-        monkeypatch.setattr(module, "node", lambda: "10.0.0.7")
     engines.broken = ("v1",)
     lines: list[str] = []
     [options] = evaluate_all.options  # type: ignore[attr-defined]

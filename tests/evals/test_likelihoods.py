@@ -133,7 +133,7 @@ def engine_of(folder: Path, **settings: Any) -> Engine:
 
 
 def test_results_match_lm_evals_own_model(
-    checkpoint: tuple[Path, Any, Any], tasks: None, hflm: Any, no_environment: None, tmp_path: Path
+    checkpoint: tuple[Path, Any, Any], tasks: None, hflm: Any, no_env_info: None, tmp_path: Path
 ) -> None:
     """Every log-likelihood and metric, with a truncated context and a text of several windows."""
     place, model, tokenizer = checkpoint

@@ -160,7 +160,7 @@ def test_values_that_json_cannot_hold_are_written_as_lm_eval_does():
         "arguments": [("a", {"until": ["b"]})], "resps": [[(numpy.float64(-1.5), True)]], "filtered_resps": [None],
         "target": [1, 2], "doc": {"set": {1}, "bool": numpy.bool_(True)}, "perplexity": (float("inf"), 2),
     }  # fmt: skip
-    made = lm_eval_files._sample(row)
+    made = lm_eval_files.sample_row(row)
     text = json.dumps(made, default=lm_eval.utils.handle_non_serializable)
     assert json.loads(text) == {
         "arguments": {"gen_args_0": {"arg_0": "a", "arg_1": {"until": ["b"]}}},
@@ -186,16 +186,14 @@ def _named(record: Any, model: str) -> Any:
 
 
 def test_a_disk_that_is_full_is_no_finished_run(evaluate, make_engine, mixed_reply, tmp_path, monkeypatch):
-    write = lm_eval_files.write_atomic
-
     def full(path: Path, content: str) -> None:
         raise UnwritableError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    monkeypatch.setattr(lm_eval_files, "write_atomic", full)
     engine = make_engine(mixed_reply)
-    with pytest.raises(UnwritableError, match="samples_gsm8k"):
-        evaluate(engine=engine, output=tmp_path / "out")
-    monkeypatch.setattr(lm_eval_files, "write_atomic", write)
+    with monkeypatch.context() as patch:
+        patch.setattr(lm_eval_files, "write_atomic", full)
+        with pytest.raises(UnwritableError, match="samples_gsm8k"):
+            evaluate(engine=engine, output=tmp_path / "out")
     calls = len(engine.calls)
     evaluate(engine=engine, output=tmp_path / "out")
     assert engine.calls[calls]["prompts"] == []  # all answers were kept

@@ -122,15 +122,29 @@ def test_an_interrupted_run_keeps_its_points_and_goes_on(run: Run, engines: Any)
     assert run.lines == ["1 of 12 points are finished"]
 
 
+GROUPS = {**CONFIGS, "two": replace(CONFIGS["v1"], data_parallel=2)}
+
+
 def test_groups_that_cannot_share_weights_load_in_each_round(run: Run, engines: Any) -> None:
-    """One after the other, in the other order in the next round; a group that fails leaves the other."""
-    configs = {**CONFIGS, "two": replace(CONFIGS["v1"], data_parallel=2)}
-    run(configs)
+    """One after the other, in the other order in the next round."""
+    run(GROUPS)
     assert engines.loads == 3  # 1, 2 and 1 again
-    assert {*run.measured(configs)} == {*all_of(*configs)}
-    run.folder, engines.unbuilt = run.folder / "other", ("two",)
-    run(configs)
-    assert {*run.measured(configs)} == {*all_of(*CONFIGS)}
+    assert {*run.measured(GROUPS)} == {*all_of(*GROUPS)}
+
+
+@pytest.mark.parametrize(("unbuilt", "others"), [("two", [*CONFIGS]), ("baseline", ["two"])])
+def test_a_group_that_fails_leaves_the_other(run: Run, engines: Any, unbuilt: str, others: list[str]) -> None:
+    """Whichever comes first. The points of a sweep have records with the error and their prompts."""
+    engines.unbuilt = (unbuilt,)
+    run(GROUPS)
+    assert {*run.measured(GROUPS)} == {*all_of(*others)}
+    for path in run.folder.glob("*/c2/r*/record.json"):
+        record = load_record("output", path.parent)
+        assert record.error == (None if record.workload["configuration"] in others else "MemoryError: no room")
+        assert record.workload["prompts"] == 4
+    engines.unbuilt = ()
+    run(GROUPS)
+    assert {*run.measured(GROUPS)} == {*all_of(*GROUPS)}
 
 
 def test_several_workloads_share_the_engines(run: Run, engines: Any) -> None:

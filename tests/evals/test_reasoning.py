@@ -31,7 +31,7 @@ class Doubles:
 @pytest.fixture
 def gym(monkeypatch: pytest.MonkeyPatch) -> None:
     module, factory = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.factory")
-    factory.DATASETS = {"doubles": Doubles}  # type: ignore[attr-defined]
+    factory.DATASETS = {"doubles": Doubles, "composite": broken}  # type: ignore[attr-defined]
     module.create_dataset = lambda name, **kwargs: factory.DATASETS[name](**kwargs)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "reasoning_gym", module)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
@@ -53,22 +53,18 @@ def test_scored_by_the_generators_own_scorer(gym: None, make_engine: Any) -> Non
     assert prompt.count(", 0]\n\n") == 17  # an answer that looks like a list stays whole
 
 
-def broken(name: str, **_: Any) -> None:
+def broken(**_: Any) -> None:
     raise AssertionError("Must specify at least one dataset")
 
 
 @pytest.mark.parametrize(
-    ("name", "patch", "message"),
+    ("name", "message"),
     [
-        ("doubles", ("reasoning_gym.create_dataset", broken), r"has no default settings \(Must specify"),
-        ("double", None, "no such generator; use for example doubles"),
+        ("composite", r"has no default settings \(Must specify"),
+        ("double", "no such generator; use for example doubles"),
     ],
 )
-def test_generators_that_cannot_be_used_are_refused(
-    gym: None, monkeypatch: pytest.MonkeyPatch, name: str, patch: Any, message: str
-) -> None:
-    if patch:
-        monkeypatch.setattr(*patch)
+def test_generators_that_cannot_be_used_are_refused(gym: None, name: str, message: str) -> None:
     with pytest.raises(SpecbatchError, match=message):
         load_task(f"reasoning_gym:{name}", num_fewshot=None, data=None, fewshot_data=None, seed=1234)
 

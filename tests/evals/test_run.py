@@ -6,7 +6,6 @@ import json
 import logging
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -95,9 +94,7 @@ def text(doc):
 """
 
 
-def test_random_choices_of_a_task_are_those_of_lm_eval(
-    make_engine: Any, tasks_folder: Path, no_environment: None
-) -> None:
+def test_random_choices_of_a_task_are_those_of_lm_eval(make_engine: Any, tasks_folder: Path, no_env_info: None) -> None:
     """lm-eval seeds once, before it loads the tasks, which draw then, too."""
     import lm_eval.evaluator
 
@@ -312,10 +309,8 @@ def test_an_interrupted_run_continues_with_the_same_options_only(
 
 
 def test_prompts_that_are_too_long_are_found_before_the_model_is_loaded(
-    make_engine: Any, scored_file: Path, monkeypatch: pytest.MonkeyPatch
+    scored_file: Path, byte_checkpoint: None
 ) -> None:
-    found = SimpleNamespace(tokenizer=lambda: make_engine(str).tokenizer)
-    monkeypatch.setattr("specbatch.evals.run.open_checkpoint", lambda *_, **__: found)
     config = EngineConfig(max_model_len=300)
     with pytest.raises(SpecbatchError, match=r"^max_model_len=300: .* truncate_prompts drops the beginning"):
         prepare(EvalOptions("gsm8k", data=scored_file)).check_lengths(config)

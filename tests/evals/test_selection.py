@@ -49,7 +49,7 @@ def asked(make_engine: Any, folder: Path) -> Any:
 
 
 @pytest.fixture
-def lm_evals(make_engine: Any, folder: Path, no_environment: None) -> Any:
+def lm_evals(make_engine: Any, folder: Path, no_env_info: None) -> Any:
     """`lm_evals(**options)`: what lm-eval's simple_evaluate makes of `TASK`, with the prompts."""
     import lm_eval.evaluator
     from lm_eval.tasks import TaskManager

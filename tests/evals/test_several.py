@@ -109,7 +109,7 @@ def test_only_interrupted_tasks_start_over(engine: Any, tmp_path: Path) -> None:
     assert again["one_digit_sums"].scores == first["one_digit_sums"].scores
 
 
-def test_prompts_and_scores_of_several_tasks_are_lm_evals(make_engine: Any, no_environment: None, mine: Path) -> None:
+def test_prompts_and_scores_of_several_tasks_are_lm_evals(make_engine: Any, no_env_info: None, mine: Path) -> None:
     import lm_eval.evaluator
 
     manager = lm_eval.tasks.TaskManager(include_path=mine, include_defaults=False)
@@ -129,7 +129,7 @@ def test_prompts_and_scores_of_several_tasks_are_lm_evals(make_engine: Any, no_e
 
 
 def test_a_group_of_several_types_has_lm_evals_score(
-    make_engine: Any, no_environment: None, mine: Path, tmp_path: Path
+    make_engine: Any, no_env_info: None, mine: Path, tmp_path: Path
 ) -> None:
     import lm_eval.evaluator
 

@@ -81,7 +81,7 @@ def prompts_of(engine: Any) -> list[str]:
 
 
 def test_prompts_and_scores_are_lm_evals_own(
-    make_engine: Any, hub: Any, mixed_reply: Any, scored_file: Path, shots_file: Path, no_environment: None
+    make_engine: Any, hub: Any, mixed_reply: Any, scored_file: Path, shots_file: Path, no_env_info: None
 ) -> None:
     import lm_eval.evaluator
 
@@ -369,7 +369,7 @@ def animals(tasks_folder: Path, request: Any) -> Path:
     return tasks_folder
 
 
-def test_group_has_lm_evals_scores(animals: Path, make_engine: Any, no_environment: None, tmp_path: Path) -> None:
+def test_group_has_lm_evals_scores(animals: Path, make_engine: Any, no_env_info: None, tmp_path: Path) -> None:
     import lm_eval.evaluator
 
     from specbatch.evals.lm import SpecBatchLM

@@ -356,7 +356,7 @@ def test_names_of_the_users_folders_are_found_without_a_scan(folder: Path, monke
         return manager(*given, **how)
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", counted)
-    monkeypatch.setattr(module, "_names_in", lambda *_: (set(), []))
+    monkeypatch.setattr(module, "names_in", lambda *_: (set(), []))
     write(folder, "")
     write(folder, "task: [mine, one_digit_sums]", "group", "group")
     assert list(load(folder, "group").tasks) == ["mine", "one_digit_sums"]

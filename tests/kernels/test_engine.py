@@ -80,7 +80,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
 
     for module, names in {
         accept_triton: ["verify_inputs"],
-        accept_and_commit_triton: ["partials_of", "commit", "commit_tree", "sample", "rejection_sample"],
+        accept_and_commit_triton: ["score_partials", "commit", "commit_tree", "sample", "rejection_sample"],
         argmax_topk_triton: ["argmax", "argmax_embedding", "argmax_keys", "topk_logprobs"],
         grammar_mask_triton: ["grammar_mask", "grammar_step"],
         sample_triton: ["sample"],
@@ -116,6 +116,20 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
 
 
 @pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """Passes that one graph of prompts computes: whether no span has a prefix, and the number of spans."""
+    fake_graphs(monkeypatch)
+    load, passes = StaticRaggedBatch.load, list[tuple[bool, int]]()
+
+    def noted(self: StaticRaggedBatch, spans: RaggedBatch, *, given: bool) -> None:
+        passes.append((self.fresh, len(spans.counts)))
+        load(self, spans, given=given)
+
+    monkeypatch.setattr(StaticRaggedBatch, "load", noted)
+    return passes
+
+
+@pytest.fixture
 def kernel_engine(toy_engine: Callable[..., Any], kernels: set[str]) -> tuple[Callable[..., Any], set[str]]:
     return toy_engine, kernels
 
@@ -130,7 +144,7 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
     assert numbers[0] == numbers[1]
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:4] for prompt in prompts]
     expected = {"gather_rows", "verify_inputs", "rms_norm", "silu_and_mul", "split_qkv_rope", "verify_attention"}
-    expected |= {"skinny_linear", "skinny_gated", "partials_of"}
+    expected |= {"skinny_linear", "skinny_gated", "score_partials"}
     expected |= {"commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"commit"}
     pairs, levels = {"pending_inputs", "buffer_features"}, {"topk_logprobs", "expand", "prune"}
     context, budget = {"write_context_kv", "write_verified_kv"}, {"argmax_keys", "spend", "learn"}
@@ -264,7 +278,7 @@ def test_sampled_tokens_with_a_seed(
     assert ours.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
     assert called >= ({"sample", "commit_tree", "move_accepted_kv"} if name.endswith("tree") else {"sample", "commit"})
     assert ("rejection_sample" in called) == (name not in ("none", "ngram") and not name.endswith("tree"))
-    assert "partials_of" not in called
+    assert "score_partials" not in called
 
 
 @pytest.mark.parametrize(
@@ -316,18 +330,9 @@ def test_simulated_accept_length(toy: Any, kernel_engine: tuple[Callable[..., An
 
 @pytest.mark.slow
 def test_padding_rows_and_piecewise_graphs(
-    toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]], monkeypatch: pytest.MonkeyPatch
+    toy: Any, kernel_engine: tuple[Callable[..., Any], set[str]], loaded: list[tuple[bool, int]]
 ) -> None:
     build, _ = kernel_engine
-    loaded: list[int] = []
-    load = StaticRaggedBatch.load
-
-    def counted(self: StaticRaggedBatch, spans: RaggedBatch, *, given: bool) -> None:
-        loaded.append(len(spans.counts))
-        load(self, spans, given=given)
-
-    monkeypatch.setattr(StaticRaggedBatch, "load", counted)
-    fake_graphs(monkeypatch)
     prompts = [list(prompt) for prompt in toy.prompts()[4:7]]
     drafts = Speculation("standalone", draft="self:skip=1-3", draft_tokens=1)
     engine = build(speculation=drafts, graphs=Graphs("whole", "piecewise"), max_running=4, prefill_chunk=20)
@@ -344,25 +349,18 @@ def test_padding_rows_and_piecewise_graphs(
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gemma4-e2b", "gpt-oss", "qwen3-next", "nemotron-h", "lfm2"])
 def test_short_passes_are_one_graph_with_and_without_prefixes(
-    targets: Targets, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, deterministic: bool
+    targets: Targets, request: pytest.FixtureRequest, name: str, deterministic: bool
 ) -> None:
     """Windows, sinks, shared keys and recurrent states that start from cached ones."""
     prompts, expected = targets.prompts(name)[:5], targets.greedy(name, 3)[:5]
     request.getfixturevalue("kernels")
-    fake_graphs(monkeypatch)
-    load, loaded = StaticRaggedBatch.load, set[bool]()
-
-    def noted(self: StaticRaggedBatch, spans: RaggedBatch, *, given: bool) -> None:
-        loaded.add(self.fresh)
-        load(self, spans, given=given)
-
-    monkeypatch.setattr(StaticRaggedBatch, "load", noted)
+    loaded = request.getfixturevalue("loaded")
     graphs = Graphs("whole", "piecewise")
     engine = targets.engine(name, "none", graphs=graphs, prefill_chunk=24, deterministic=deterministic)
     for _ in range(2):
         done = engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
         assert [item.token_ids for item in done] == expected
-    assert loaded == {True, False}
+    assert {fresh for fresh, _ in loaded} == {True, False}
 
 
 @pytest.mark.slow

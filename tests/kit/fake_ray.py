@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
 from typing import Any
 
 LOST = "The actor died unexpectedly.\n\tip: 10.0.0.7\nThe actor is dead because its {what} has died."
@@ -13,6 +14,7 @@ class FakeRay:
     """options: of the last class of actors. actors: all that were started. room: how many have resources."""
 
     __version__ = "2.60.0"
+    util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
 
     def __init__(self, room: int = 100) -> None:
         self.options: dict[str, Any] = {}

@@ -75,7 +75,7 @@ def on_ranks(size: int, work: Callable[[ThreadCommunicator], Any]) -> list[Any]:
 def thread_group(patch: pytest.MonkeyPatch) -> Shared:
     """Let engines use threads as their other ranks. Returns what they share, once an engine is built."""
 
-    patch.setattr(ranks, "_groups", {})
+    patch.setattr(ranks, "groups", {})
     found = Shared(2)
 
     def start(size: int, device: str) -> RankGroup:

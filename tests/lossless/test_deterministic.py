@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -21,13 +21,16 @@ from specbatch import Completion, EngineConfig, SamplingParams, SpecbatchError, 
 from specbatch.engine.setup.prepare import prepare
 from specbatch.kernels.attention.deterministic import span_attention
 from specbatch.kernels.attention.latent.latent_attention import LatentDecodeRef, latent_prefill_ref
+from specbatch.kernels.attention.prefill import prefill_backends
 from specbatch.kernels.attention.queries import DecodeQueries
 from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef
 from specbatch.kernels.common.rowwise import row_sum
 from specbatch.kernels.dispatch import use_deterministic
+from specbatch.kernels.elementwise import norm
 from specbatch.kernels.gemm.deterministic import fixed_rows
 from specbatch.kernels.gemm.head_gemm import head_gemm_ref
 from specbatch.kernels.gemm.linear import Linear
+from specbatch.kernels.gemm.quantized import weight as packed_weight
 from specbatch.kernels.moe import experts
 from specbatch.kernels.recurrent import gated_delta, mamba2, row_by_row, short_conv
 from specbatch.models.families import deepseek
@@ -119,129 +122,120 @@ def _results(done: list[Completion]) -> list[Any]:
 # -- every rule is needed: without it bits differ --------------------------------------------------------------------
 
 
-def _rows_of_a_gemm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("specbatch.kernels.gemm.quantized.fp8_linear.linear_in_blocks", F.linear)
+def _other_bits_at_some_places(self: Linear, x: torch.Tensor) -> torch.Tensor:
+    """A library whose order of additions depends on a row's place."""
+    return _on_cpu(self, x) * torch.where(torch.arange(len(x)) % 4 == 1, 1 + 2.0**-7, 1).to(x.dtype)[:, None]
 
 
-def _place_in_a_gemm(patch: pytest.MonkeyPatch) -> None:
-    """A library whose order of additions depends on a row's place, and the check that finds it switched off."""
-    on_cpu = Linear._on_cpu
-
-    def gemm(self: Linear, x: torch.Tensor) -> torch.Tensor:
-        return on_cpu(self, x) * torch.where(torch.arange(len(x)) % 4 == 1, 1 + 2.0**-7, 1).to(x.dtype)[:, None]
-
-    patch.setattr(Linear, "_on_cpu", gemm)
-    patch.setattr(fixed_rows, "_block_sizes", {})
-    patch.setattr(fixed_rows, "find_block_sizes", lambda *_: (fixed_rows.ROWS,))
+_on_cpu = Linear._on_cpu
+_prefill = span_attention.span_prefill_attention
 
 
-def _spans_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
-    place = "specbatch.kernels.attention.prefill.prefill_backends"
-    patch.setattr(f"{place}.span_prefill_attention", partial(_with_spans_of, 32, span_attention.span_prefill_attention))
-
-
-def _with_spans_of(size: int, function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+def _short_spans(*args: Any) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(span_attention, "SPAN", size)
-        return function(*args)
+        patch.setattr(span_attention, "SPAN", 32)
+        return _prefill(*args)
 
 
-def _spans_of_a_verify(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(span_attention, "SpanDecodeAttention", lambda queries: DecodeAttentionRef(queries, 2, BF16))
+def _keys_as_stored(queries: DecodeQueries, spans: Callable[..., Any] = span_attention.SpanDecodeAttention) -> Any:
+    """The nodes of a tree are keys in the order in which they are stored."""
+    return spans(queries) if queries.ancestors is None else DecodeAttentionRef(queries, 2, FP32)
 
 
-def _keys_of_a_tree(patch: pytest.MonkeyPatch) -> None:
-    """Its nodes are keys in the order in which they are stored."""
-    spans = span_attention.SpanDecodeAttention
-
-    def attention(queries: DecodeQueries) -> Any:
-        return spans(queries) if queries.ancestors is None else DecodeAttentionRef(queries, 2, FP32)
-
-    patch.setattr(span_attention, "SpanDecodeAttention", attention)
-
-
-def _rows_of_a_gemm_of_heads(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(deepseek, "head_gemm", head_gemm_ref)
+def _experts_in_any_order(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    chosen: torch.Tensor,
+    *rest: Any,
+    add: Any = experts.experts_ref,
+    **how: Any,
+) -> Any:
+    return add(x, *((weights, chosen) if len(x) % 2 else (weights.flip(1), chosen.flip(1))), *rest, **how)
 
 
-def _latents_of_a_verify(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(span_attention, "SpanDecodeAttention", lambda queries: LatentDecodeRef(queries, 4, FP32))
+def _taps_in_any_order(
+    inputs: Any, weight: torch.Tensor, *rest: Any, convolve: Any = short_conv._convolve
+) -> torch.Tensor:
+    taps = list(inputs)
+    return convolve(taps, weight, *rest) if len(taps[0]) % 2 else convolve(taps[::-1], weight.flip(1), *rest)
 
 
-def _latents_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(span_attention, "span_latent_prefill", latent_prefill_ref)
-
-
-def _sum_of_a_norm(patch: pytest.MonkeyPatch) -> None:
-    place = "specbatch.kernels.elementwise.norm"
-    patch.setattr(f"{place}.row_sum", lambda x: row_sum(x if len(x) % 2 else x.roll(1, -1)))
-
-
-def _one_exponential(patch: pytest.MonkeyPatch) -> None:
-    """torch's softplus, whose last elements are computed by other code."""
-    patch.setattr(gated_delta, "softplus", F.softplus)
-
-
-def _order_of_experts(patch: pytest.MonkeyPatch) -> None:
-    add = experts.experts_ref
-
-    def in_any_order(x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        return add(x, *((weights, chosen) if len(x) % 2 else (weights.flip(1), chosen.flip(1))), *rest, **more)
-
-    patch.setattr(experts, "experts_ref", in_any_order)
-
-
-def _order_of_taps(patch: pytest.MonkeyPatch) -> None:
-    convolve = short_conv._convolve
-
-    def in_any_order(inputs: Any, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-        taps = list(inputs)
-        return convolve(taps, weight, *rest) if len(taps[0]) % 2 else convolve(taps[::-1], weight.flip(1), *rest)
-
-    patch.setattr(short_conv, "_convolve", in_any_order)
-
-
-def _chunks_of_the_delta_rule(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(row_by_row, "delta_prefill", gated_delta.delta_prefill_ref)
-
-
-def _verify_of_mamba2_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(row_by_row, "ssd_verify", mamba2.ssd_verify_ref)
-
-
-def _states_rounded_when_stored(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(row_by_row, "_delta_update", lambda s, k, u, dtype: s + k[..., None] * u[..., None, :])
+# A rule, what takes the place of the code that follows it (owner, name, replacement), and a model that shows it.
+WITHOUT: list[tuple[str, list[tuple[Any, str, Any]], str, torch.dtype, str]] = [
+    ("rows of a GEMM", [(packed_weight, "linear_in_blocks", F.linear)], "qwen3-moe", FP32, "fp32"),
+    (
+        "place in a GEMM",  # with the check that finds it switched off
+        [
+            (Linear, "_on_cpu", _other_bits_at_some_places),
+            (fixed_rows, "_block_sizes", {}),
+            (fixed_rows, "find_block_sizes", lambda *_: (fixed_rows.ROWS,)),
+        ],
+        "llama",
+        BF16,
+        "fp32",
+    ),
+    ("spans of a prompt", [(prefill_backends, "span_prefill_attention", _short_spans)], "llama", FP32, "fp32"),
+    (
+        "spans of a verify",
+        [(span_attention, "SpanDecodeAttention", lambda queries: DecodeAttentionRef(queries, 2, BF16))],
+        "llama",
+        BF16,
+        "fp32",
+    ),
+    ("keys of a tree", [(span_attention, "SpanDecodeAttention", _keys_as_stored)], "llama", FP32, "fp32"),
+    ("rows of a GEMM of heads", [(deepseek, "head_gemm", head_gemm_ref)], "deepseek-v2", FP32, "fp32"),
+    (
+        "latents of a verify",
+        [(span_attention, "SpanDecodeAttention", lambda queries: LatentDecodeRef(queries, 4, FP32))],
+        "deepseek-v3",
+        FP32,
+        "fp32",
+    ),
+    (
+        "latents of a prompt",
+        [(span_attention, "span_latent_prefill", latent_prefill_ref)],
+        "deepseek-v2",
+        FP32,
+        "fp32",
+    ),
+    (
+        "sum of a norm",
+        [(norm, "row_sum", lambda x: row_sum(x if len(x) % 2 else x.roll(1, -1)))],
+        "llama",
+        FP32,
+        "fp32",
+    ),
+    # torch's softplus, whose last elements are computed by other code
+    ("one exponential", [(gated_delta, "softplus", F.softplus)], "qwen3.5", FP32, "fp32"),
+    ("order of experts", [(experts, "experts_ref", _experts_in_any_order)], "qwen3.5-moe", FP32, "fp32"),
+    ("order of taps", [(short_conv, "_convolve", _taps_in_any_order)], "lfm2", FP32, "fp32"),
+    (
+        "chunks of the delta rule",
+        [(row_by_row, "delta_prefill", gated_delta.delta_prefill_ref)],
+        "qwen3.5",
+        FP32,
+        "fp32",
+    ),
+    ("verify of Mamba-2 at once", [(row_by_row, "ssd_verify", mamba2.ssd_verify_ref)], "nemotron-h", FP32, "fp32"),
+    (
+        "states rounded when stored",
+        [(row_by_row, "_delta_update", lambda s, k, u, dtype: s + k[..., None] * u[..., None, :])],
+        "qwen3.5",
+        FP32,
+        "bf16",
+    ),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mutate", "name", "dtype", "state"),
-    [
-        (_rows_of_a_gemm, "qwen3-moe", FP32, "fp32"),
-        (_place_in_a_gemm, "llama", BF16, "fp32"),
-        (_spans_of_a_prompt, "llama", FP32, "fp32"),
-        (_spans_of_a_verify, "llama", BF16, "fp32"),
-        (_keys_of_a_tree, "llama", FP32, "fp32"),
-        (_rows_of_a_gemm_of_heads, "deepseek-v2", FP32, "fp32"),
-        (_latents_of_a_verify, "deepseek-v3", FP32, "fp32"),
-        (_latents_of_a_prompt, "deepseek-v2", FP32, "fp32"),
-        (_sum_of_a_norm, "llama", FP32, "fp32"),
-        (_one_exponential, "qwen3.5", FP32, "fp32"),
-        (_order_of_experts, "qwen3.5-moe", FP32, "fp32"),
-        (_order_of_taps, "lfm2", FP32, "fp32"),
-        (_chunks_of_the_delta_rule, "qwen3.5", FP32, "fp32"),
-        (_verify_of_mamba2_at_once, "nemotron-h", FP32, "fp32"),
-        (_states_rounded_when_stored, "qwen3.5", FP32, "bf16"),
-    ],
+    ("changes", "name", "dtype", "state"), [pytest.param(*rest, id=rule) for rule, *rest in WITHOUT]
 )
 def test_every_rule_is_needed(
-    monkeypatch: pytest.MonkeyPatch,
-    mutate: Callable[[pytest.MonkeyPatch], None],
-    name: str,
-    dtype: torch.dtype,
-    state: str,
+    monkeypatch: pytest.MonkeyPatch, changes: list[tuple[Any, str, Any]], name: str, dtype: torch.dtype, state: str
 ) -> None:
-    mutate(monkeypatch)
+    for change in changes:
+        monkeypatch.setattr(*change)
     assert differing(name, dtype, 1, state) > 0
 
 

@@ -38,13 +38,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 class NoKernel:
     """In place of kernels that exchange tensors."""
 
+    most = 1 << 25
+
     def all_reduce(self, *_: torch.Tensor | None) -> None:
         pass
 
 
 def rank_of(size: int) -> DeviceCommunicator:
     found: Any = object.__new__(DeviceCommunicator)
-    found.rank, found.size, found._most_one_shot = 0, size, 0
+    found.rank, found.size, found.most_one_shot = 0, size, 0
     found.one_shot = found.two_shot = NoKernel()
     return cast(DeviceCommunicator, found)
 

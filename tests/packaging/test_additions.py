@@ -1,4 +1,4 @@
-"""An addition touches few files: no other part of the product names an algorithm or a family in its code.
+"""An addition touches few files: no other part of the product names an algorithm or a family, or imports a format.
 
 Each exception has its reason. Without one, a fact about the addition belongs into its modules or its registry entry.
 """
@@ -10,8 +10,10 @@ from named_in import files_naming
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.models.config import family_modules
+from specbatch.models.formats.fp8 import FP8Weights
+from specbatch.models.formats.registry import FORMATS
 
-COMMANDS = ("specbatch/cli/options.py", "specbatch/config/engine_config.py", "specbatch/jobs/configurations.py")
+COMMANDS = ("specbatch/cli/options.py", "specbatch/config/engine_config.py", "sweeps/run/configurations.py")
 MICROBENCHMARKS = ("sweeps/microbench/acceptance.py", "sweeps/microbench/accept.py", "sweeps/microbench/equal_rows.py")
 # Algorithm -> why files name it -> these files.
 ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
@@ -21,7 +23,7 @@ ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "the corpus is looked up by n-grams, too": ("specbatch/drafters/corpus_files.py",),
         "an option of transformers": ("evals/generation.py", "evals/generation_config.py"),
         "the cheapest drafts, for a benchmark": ("sweeps/bench/sections.py", *MICROBENCHMARKS),
-        "an example in a note": ("sweeps/report/acceptance_curve.py", "sweeps/report/sweep_notes.py"),
+        "an example in a note": ("sweeps/report/acceptance_curve.py", "sweeps/report/notes.py"),
     },
     "standalone": {
         "the default with --draft": (*COMMANDS, "specbatch/cli/bench.py"),
@@ -87,6 +89,19 @@ FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "glm4_moe": {"its MTP layer": ("specbatch/models/heads/layer_mtp.py",)},
     "lfm2": {"the name of its tokenizer": ("specbatch/weights/gguf_tokenizer.py",)},
 }  # fmt: skip
+# Quantization format -> why files import its modules -> these files. FP8 is not counted: it is also a type of
+# activations, of KV caches and of drafts.
+FORMAT_IN: dict[str, dict[str, tuple[str, ...]]] = {
+    "int4": {
+        "GEMMs of experts": ("kernels/moe/experts_triton.py",),
+        "a benchmark": ("sweeps/microbench/gemm.py", "sweeps/microbench/gemm_tiles.py"),
+    },
+    "mxfp4": {
+        "GEMMs of experts": ("kernels/moe/experts_triton.py",),
+        "the experts of gpt-oss": ("specbatch/models/families/gpt_oss.py",),
+        "a benchmark": ("sweeps/microbench/moe.py",),
+    },
+}
 
 
 def unexplained(name: str, own: set[str], reasons: dict[str, tuple[str, ...]]) -> set[str]:
@@ -109,3 +124,12 @@ def test_files_that_name_a_family(module: str) -> None:
     name = module.rpartition(".")[2]
     found = unexplained(name, {"specbatch/models/config.py"}, FAMILY_IN.get(name, {}))
     assert {path for path in found if not path.startswith("specbatch/models/families/")} == set()  # some extend others
+
+
+@pytest.mark.parametrize("module", [form.__module__ for form in FORMATS if form is not FP8Weights])
+def test_files_that_import_a_format(module: str) -> None:
+    name = module.rpartition(".")[2]
+    own = {"specbatch/models/formats/registry.py", f"specbatch/models/formats/{name}.py"}
+    for room in ("formats", "quantized"):
+        found = unexplained(f"{room}.{name}", own, FORMAT_IN.get(name, {}))
+        assert {path for path in found if not path.startswith("kernels/gemm/quantized/")} == set()  # its kernels

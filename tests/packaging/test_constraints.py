@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import specbatch
@@ -24,6 +26,16 @@ def test_constraints_fit_the_dependencies() -> None:
             continue
         (version, *_) = [str(part).lstrip("<>=~") for part in pinned[canonicalize_name(needed.name)].specifier]
         assert needed.specifier.contains(version.replace("*", "0")), text
+
+
+def test_documented_ranges_are_those_of_the_project() -> None:
+    page = (ROOT / "docs/versions.md").read_text()
+    needed = {
+        item.name: item for item in map(Requirement, PROJECT["dependencies"] + PROJECT["optional-dependencies"]["all"])
+    }
+    for title in ("torch", "Triton", "transformers"):
+        (stated,) = re.findall(rf"^\| {title} \| `([^`]+)`", page, re.MULTILINE)
+        assert SpecifierSet(stated) == needed[title.lower()].specifier, title
 
 
 def test_version_is_defined_in_one_place() -> None:

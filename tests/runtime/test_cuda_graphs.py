@@ -288,9 +288,8 @@ def test_piecewise_prefill_equals_a_whole_pass(
     graph_engine: Callable[..., Any], count: int, needs_all_hidden: bool
 ) -> None:
     """Last and auxiliary hidden states, without padding and without those of a longer pass before."""
-    engine = graph_engine(graphs=Graphs())
-    worker, page_size = engine.parts.worker, engine.config.page_size
-    batch = worker.batch
+    worker = graph_engine(graphs=Graphs()).parts.worker
+    batch, page_size = worker.batch, worker.prefill_step.page_size
     model, cache = worker.decode_step.model, worker.decode_step.cache
     model = model.with_aux((2, 0)) if needs_all_hidden else model
     piecewise = PiecewiseGraphs(

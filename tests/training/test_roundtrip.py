@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import copy
 from dataclasses import replace
 
 import pytest
@@ -222,10 +223,16 @@ def test_engine_reads_the_layers_that_a_head_was_trained_on(target, target_folde
     assert_same_acceptance(head, target, examples[:3], target_folder, "eagle3", tmp_path)
 
 
-def test_shallow_target_uses_its_lowest_layers(target, monkeypatch):
+def with_layers(target, count):
+    """The target with the config of one with so many layers."""
+    found = copy(target)
+    found.config = replace(target.config, num_layers=count)
+    return found
+
+
+def test_shallow_target_uses_its_lowest_layers(target):
     """Readers' defaults would name a layer twice there, so the config lists boundaries itself."""
-    monkeypatch.setattr(target, "config", replace(target.config, num_layers=4))
-    head = Eagle3Head(target, torch.arange(VOCABULARY), steps=1, max_len=8, seed=0)
+    head = Eagle3Head(with_layers(target, 4), torch.arange(VOCABULARY), steps=1, max_len=8, seed=0)
     assert head.aux == (0, 1, 2)
     assert head.config()["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     assert [feature_layers(36, 5), feature_layers(36, 2), feature_layers(4, 2), feature_layers(2, 1)] == [
@@ -234,7 +241,6 @@ def test_shallow_target_uses_its_lowest_layers(target, monkeypatch):
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark"])
-def test_target_of_one_layer_is_refused(target, examples, monkeypatch, algorithm):
-    monkeypatch.setattr(target, "config", replace(target.config, num_layers=1))
+def test_target_of_one_layer_is_refused(target, examples, algorithm):
     with pytest.raises(SpecbatchError, match=f"^algorithm='{algorithm}': .* has one layer .*; use mtp$"):
-        make_head(Recipe(algorithm=algorithm), target, examples, 0)
+        make_head(Recipe(algorithm=algorithm), with_layers(target, 1), examples, 0)

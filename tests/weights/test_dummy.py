@@ -15,7 +15,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
 from specbatch.models.decoder import parameter_count, tensor_shapes, weight_shapes
 from specbatch.models.formats.fp8 import FP8Weights
-from specbatch.models.formats.int4 import Int4Weights
+from specbatch.models.weight_reader import Reader
 from specbatch.weights import open_checkpoint
 from specbatch.weights.dummy import SHAPES, random_tensor
 
@@ -91,26 +91,28 @@ def test_fp8_tensors_have_the_variance_of_others() -> None:
     assert len({dequantized[part, :128, :128].std().item() for part in range(3)}) == 3  # each block has its own scale
 
 
-def test_fp8_matrices_keep_activation_variance(tmp_path: Path) -> None:
-    small = {"vocab_size": 300, "num_hidden_layers": 1, "num_experts": 12, "hidden_size": 640}
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-next-80b-a3b-fp8"] | small))
+@pytest.mark.parametrize(
+    ("shape", "changes", "name", "size", "bound"),
+    [
+        ("qwen3-next-80b-a3b-fp8", {"num_experts": 12}, "experts.gate_up_proj", (12, 1024, 640), 0.03),
+        ("qwen3-next-80b-a3b-fp8", {"num_experts": 12}, "experts.down_proj", (12, 640, 512), 0.03),
+        ("qwen3-8b-awq", {"intermediate_size": 256}, "up_proj.weight", (256, 640), 0.03),
+        ("gpt-oss-20b", {"num_local_experts": 4, "intermediate_size": 128}, "experts.down_proj", (4, 640, 128), 0.5),
+    ],
+)
+def test_quantized_tensors_have_the_variance_of_others(
+    shape: str, changes: dict[str, int], name: str, size: tuple[int, ...], bound: float, tmp_path: Path
+) -> None:
+    small = {"vocab_size": 300, "num_hidden_layers": 1, "hidden_size": 640} | changes
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape] | small))
     checkpoint = open_checkpoint(str(tmp_path), "dummy")
-    for name, inputs in (("gate_up_proj", 640), ("down_proj", 512)):
-        stem = f"model.layers.0.mlp.experts.{name}"
-        weight = FP8Weight(checkpoint.tensor(stem), checkpoint.tensor(f"{stem}_scale_inv"))
-        assert weight.dequantize(torch.float32).std() * inputs**0.5 == pytest.approx(1, abs=0.03)
+    read = Reader(checkpoint.config, checkpoint.tensor, torch.float32, torch.device("cpu"))
+    values = read.fused(f"model.layers.0.mlp.{name}", *size).values
+    assert values.std() * size[-1] ** 0.5 == pytest.approx(1, abs=bound)
+    assert abs(values.mean()) < 0.15 * values.std()
 
 
-def test_int4_tensors_have_the_variance_of_others(tmp_path: Path) -> None:
-    small = {"vocab_size": 300, "num_hidden_layers": 1, "hidden_size": 640, "intermediate_size": 256}
-    (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-8b-awq"] | small))
-    checkpoint = open_checkpoint(str(tmp_path), "dummy")
-    stored = checkpoint.config.quantization
-    assert isinstance(stored, Int4Weights)
-    weight = stored.weight("model.layers.0.mlp.up_proj.weight", checkpoint.tensor).dequantize(torch.float32)
-    assert weight.shape == (256, 640)
-    assert weight.std() * 640**0.5 == pytest.approx(1, abs=0.03)
-    assert abs(weight.mean()) < 0.15 * weight.std()  # whole numbers from -8 to 7
+def test_int4_tensors_take_half_a_byte_and_scales() -> None:
     packed = open_checkpoint("qwen3-8b-awq", "dummy", device="cuda")  # nothing is made here
     matrices = sum(math.prod(shape) for name, shape in weight_shapes(packed.config).items() if "layers" in name)
     assert packed.bytes == pytest.approx(2 * (8_190_735_360 - matrices) + matrices * (0.5 + 2.5 / 128), rel=1e-3)

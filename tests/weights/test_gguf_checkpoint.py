@@ -18,7 +18,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.files.atomic_file import is_leftover
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes
-from specbatch.weights import gguf_checkpoint, gguf_file, gguf_values, known_models, open_checkpoint
+from specbatch.weights import gguf_checkpoint, gguf_file, gguf_tensors, known_models, open_checkpoint
 from specbatch.weights.cache import file_hash
 
 Make = Callable[..., Any]
@@ -55,9 +55,9 @@ def test_gguf_matches_the_folder(
 def test_rope_permutation_is_undone_per_head() -> None:
     """Rows 0..3 of a head are stored as 0, 2, 1, 3: rotation pairs are adjacent."""
     rows = np.array([0, 2, 1, 3, 4, 6, 5, 7])
-    assert gguf_values.unpermute(rows, 2).tolist() == list(range(8))
-    assert gguf_values.unpermute(rows.reshape(8, 1), 2).shape == (8, 1)
-    assert gguf_values.unpermute(rows, 1).tolist() != list(range(8))
+    assert gguf_tensors.unpermute(rows, 2).tolist() == list(range(8))
+    assert gguf_tensors.unpermute(rows.reshape(8, 1), 2).shape == (8, 1)
+    assert gguf_tensors.unpermute(rows, 1).tolist() != list(range(8))
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
@@ -92,7 +92,7 @@ def test_k_quants_match_the_gguf_package(tmp_path: Path) -> None:
     writer.close()
     tensor = gguf_file.GgufFile(tmp_path / "k.gguf").tensors["token_embd.weight"]
     expected = gguf.quants.dequantize(blocks, GGMLQuantizationType.Q4_K)
-    assert torch.equal(gguf_values.dequantize_tensor(tensor, None), torch.from_numpy(expected))
+    assert torch.equal(gguf_tensors.dequantize_tensor(tensor, None), torch.from_numpy(expected))
 
 
 def test_conversion_is_cached_in_bounded_files(

@@ -232,7 +232,7 @@ def _merge(acc, top, total, part, part_top, part_total):
 
 
 @triton.jit
-def _softmax_of(acc, top, total, sinks, query_head):
+def _finish_softmax(acc, top, total, sinks, query_head):
     """The end of a softmax: a weighted sum [M, D] over the sum of its weights. The sinks of heads [M] come last."""
     if sinks is not None:
         acc, top, total = _merge(acc, top, total, 0.0, tl.load(sinks + query_head)[:, None] * _LOG2E, 1.0)
@@ -240,7 +240,7 @@ def _softmax_of(acc, top, total, sinks, query_head):
 
 
 @triton.jit
-def _tokens_of(index, starts, ends, offsets, tiles, count, per_sequence, TOKENS: tl.constexpr):
+def _tokens(index, starts, ends, offsets, tiles, count, per_sequence, TOKENS: tl.constexpr):
     """Of a tile: its sequence, the first of its tokens among those of the pass, where the pass begins and ends in the
     sequence, and the row of q of its first token. See `_launch`."""
     if tiles is not None:
@@ -284,7 +284,7 @@ def span_attention_kernel(
     let_next_kernel_start(PDL)
     head, index, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait_for_previous_kernel(PDL)
-    sequence, first, start, stop, offset = _tokens_of(index, starts, ends, offsets, tiles, count, per_sequence, TOKENS)
+    sequence, first, start, stop, offset = _tokens(index, starts, ends, offsets, tiles, count, per_sequence, TOKENS)
     pages = page_table + tl.load(rows + sequence) * page_stride
 
     row = tl.arange(0, ROWS)
@@ -386,11 +386,11 @@ def span_attention_kernel(
                     mixed, mixed_top, mixed_total, accs[step], tops[step], totals[step]
                 )
         result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
-        mixed = _softmax_of(mixed, mixed_top, mixed_total, sinks, query_head)
+        mixed = _finish_softmax(mixed, mixed_top, mixed_total, sinks, query_head)
         tl.store(result, mixed.to(out.dtype.element_ty), mask=there & inside)
     else:
         result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
-        whole = _softmax_of(whole, whole_top, whole_total, sinks, query_head)
+        whole = _finish_softmax(whole, whole_top, whole_total, sinks, query_head)
         tl.store(result, whole.to(out.dtype.element_ty), mask=real[:, None] & inside)
 
 

@@ -26,7 +26,7 @@ from specbatch.kernels.attention.deterministic.span_attention_triton import (
     SpanPass,
     _merge,
     _slots,
-    _tokens_of,
+    _tokens,
 )
 from specbatch.kernels.attention.qkv import write_latent
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
@@ -122,7 +122,7 @@ def span_latents_kernel(
     and sums of weights [spans, total] to partials; total: query rows of the pass."""
     tile, index, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait_for_previous_kernel(PDL)
-    sequence, first, start, stop, offset = _tokens_of(index, starts, ends, offsets, tiles, count, per_sequence, TOKENS)
+    sequence, first, start, stop, offset = _tokens(index, starts, ends, offsets, tiles, count, per_sequence, TOKENS)
     pages = page_table + tl.load(page_rows + sequence) * page_stride
     row = tl.arange(0, ROWS)
     token, head = first + row // GROUP, tile * GROUP + row % GROUP

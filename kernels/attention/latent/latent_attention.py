@@ -26,7 +26,7 @@ from specbatch.kernels.attention.queries import (
     Mask,
 )
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, of_packed_rows
+from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, wrap_packed_rows
 from specbatch.kernels.dispatch import is_deterministic, op, runs_kernels
 
 
@@ -63,7 +63,7 @@ def latent_decode_attention(queries: DecodeQueries, group: int, dtype: torch.dty
         if is_deterministic():
             attention = span_latents_triton.span_latent_verify(queries)
         else:
-            slots = latent_attention_triton.slots_of(queries)
+            slots = latent_attention_triton.token_slots(queries)
             attention = partial(latent_attention_triton.latent_verify, queries, slots)
     elif is_deterministic():
         from specbatch.kernels.attention.deterministic.span_attention import SpanDecodeAttention
@@ -71,7 +71,7 @@ def latent_decode_attention(queries: DecodeQueries, group: int, dtype: torch.dty
         attention = SpanDecodeAttention(queries)
     else:
         attention = LatentDecodeRef(queries, group, dtype)
-    return of_packed_rows(attention, queries)
+    return wrap_packed_rows(attention, queries)
 
 
 def latent_prefill_ref(inputs: AttentionInputs, slots: torch.Tensor, spans: RaggedBatch) -> torch.Tensor:

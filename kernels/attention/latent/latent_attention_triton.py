@@ -155,7 +155,7 @@ def _merge(partials, logs, out, rows, splits, RANK: tl.constexpr, BLOCK_R: tl.co
     tl.store(out + row * RANK + column, whole.to(out.dtype.element_ty), column < RANK)
 
 
-def slots_of(queries: DecodeQueries) -> torch.Tensor:
+def token_slots(queries: DecodeQueries) -> torch.Tensor:
     """KV slots of the tokens of a pass, int64 [T], the same for all layers; 0 for those that no page is for."""
     size, capacity = queries.page_size, queries.page_table.shape[1] * queries.page_size
     places = queries.lengths[:, None] + queries.first_node
@@ -173,7 +173,7 @@ def latent_verify(
     splits: int | None = None,
     tile: LatentTile | None = None,
 ) -> torch.Tensor:
-    """`LatentDecodeRef` of `queries`, whose tokens have the KV `slots` (`slots_of`).
+    """`LatentDecodeRef` of `queries`, whose tokens have the KV `slots` (`token_slots`).
 
     splits: how many programs share the keys of a tile; tile: its configuration; both are chosen by the sizes if None.
     """

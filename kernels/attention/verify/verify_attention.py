@@ -45,10 +45,10 @@ def decode_attention(
         attention = SpanDecodeAttention(queries)
     else:
         attention = DecodeAttentionRef(queries, group, dtype)
-    return of_packed_rows(attention, queries)
+    return wrap_packed_rows(attention, queries)
 
 
-def of_packed_rows(attention: DecodeAttention, queries: DecodeQueries) -> DecodeAttention:
+def wrap_packed_rows(attention: DecodeAttention, queries: DecodeQueries) -> DecodeAttention:
     """For `queries` that may have packed rows, an attention that cannot read them: its input is spread over the
     rectangle of all queries, and its output is packed."""
     packed = queries.packed

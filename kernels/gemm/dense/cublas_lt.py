@@ -149,11 +149,11 @@ def tiles_and_options(device: torch.device) -> tuple[list[int], int]:
 
 
 @cache
-def is_supported(device: torch.device) -> bool:
-    """Whether the search was for this GPU and this cuBLASLt."""
+def is_supported(device: torch.device, gpu: str = GPU) -> bool:
+    """Whether the search was for this device, a `gpu`, and this cuBLASLt."""
     if device.type != "cuda" or torch.version.cuda is None:
         return False
-    if torch.cuda.get_device_name(device) != GPU or multiprocessors(device) != MULTIPROCESSORS:
+    if torch.cuda.get_device_name(device) != gpu or multiprocessors(device) != MULTIPROCESSORS:
         return False
     try:
         return int(_library().cublasLtGetVersion()) == VERSION

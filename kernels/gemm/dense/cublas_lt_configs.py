@@ -6,6 +6,7 @@ what it found. One that is the fastest at some number of rows can be slow at the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 # Those for which the search was; the version is that of cuBLASLt.
@@ -72,9 +73,12 @@ RANGES: dict[tuple[int, int], tuple[Range, ...]] = {
 }
 
 
-def algorithm_for(rows: int, outputs: int, inputs: int) -> Algorithm | None:
+Ranges = Mapping[tuple[int, int], tuple[Range, ...]]
+
+
+def algorithm_for(rows: int, outputs: int, inputs: int, ranges: Ranges = RANGES) -> Algorithm | None:
     """None: that of the heuristic."""
-    for found in RANGES.get((outputs, inputs), ()):
+    for found in ranges.get((outputs, inputs), ()):
         if found.first <= rows <= found.last:
             return found.algorithm
     return None

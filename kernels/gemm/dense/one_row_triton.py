@@ -54,15 +54,15 @@ def _words(at):
 
 
 @triton.jit
-def _pieces(at, K: tl.constexpr, C: tl.constexpr, POLICY: tl.constexpr):
+def _chunks(at, K: tl.constexpr, C: tl.constexpr, POLICY: tl.constexpr):
     """K words from pointers [R, 1] on: a tuple of [R, C], the last filled up with 0."""
     found, column = (), tl.arange(0, C)[None, :]
     for i in tl.static_range((K + C - 1) // C):
         if (i + 1) * C > K:
-            piece = tl.load(at + (i * C + column), i * C + column < K, other=0, eviction_policy=POLICY)
+            chunk = tl.load(at + (i * C + column), i * C + column < K, other=0, eviction_policy=POLICY)
         else:
-            piece = tl.load(at + (i * C + column), eviction_policy=POLICY)
-        found = found + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no stars)
+            chunk = tl.load(at + (i * C + column), eviction_policy=POLICY)
+        found = found + (chunk,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no stars)
     return found
 
 
@@ -97,24 +97,24 @@ def one_row_kernel(
     """R rows of the weight, of each half where gated. C: pairs of columns that all threads load at once."""
     kind: tl.constexpr = x.dtype.element_ty
     HALVES: tl.constexpr = 2 if GATED else 1
-    PIECES: tl.constexpr = (K // 2 + C - 1) // C
+    CHUNKS: tl.constexpr = (K // 2 + C - 1) // C
     column = tl.program_id(0) * R + tl.arange(0, R)
     row = tl.arange(0, HALVES * R)
     row = tl.minimum(tl.program_id(0) * R + row % R, N - 1) + row // R * N
     start = tl.zeros([1, 1], tl.int32)
-    w = _pieces(_words(weight) + row.to(tl.int64)[:, None] * (K // 2), K // 2, C, "evict_first")
+    w = _chunks(_words(weight) + row.to(tl.int64)[:, None] * (K // 2), K // 2, C, "evict_first")
     if HAS_NORM:
         WIDTH: tl.constexpr = norm.dtype.element_ty.primitive_bitwidth // 16
-        scales = _pieces(_words(norm) + start, WIDTH * (K // 2), WIDTH * C, "")
+        scales = _chunks(_words(norm) + start, WIDTH * (K // 2), WIDTH * C, "")
     if HAS_BIAS:
         biases = tl.load(bias + row).to(tl.float32)
     wait_for_previous_kernel(PDL)
-    row_of_x = _pieces(_words(x) + start, K // 2, C, "")
+    row_of_x = _chunks(_words(x) + start, K // 2, C, "")
     if HAS_RESIDUAL:
         added = tl.load(residual + column, column < N, other=0.0).to(tl.float32)
     sums = tl.zeros([HALVES * R, C // 4], tl.float32)
     squares = tl.zeros([1, C // 4], tl.float32)
-    for i in tl.static_range(PIECES):
+    for i in tl.static_range(CHUNKS):
         low, high = _halves(row_of_x[i], kind)
         if HAS_NORM:
             squares += _sums_of_threads(low * low + high * high)

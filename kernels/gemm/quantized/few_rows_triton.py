@@ -40,7 +40,7 @@ class FP8Tile(Protocol):
     def ahead(self) -> int: ...
 
 
-def launch_of(tile: FP8Tile, x: torch.Tensor, n: int, steps: int) -> tuple[int, dict[str, Any]]:
+def launch_settings(tile: FP8Tile, x: torch.Tensor, n: int, steps: int) -> tuple[int, dict[str, Any]]:
     """How many programs for x [rows, K], n outputs and this number of steps over K, and what a kernel is launched
     with."""
     assert len(x) <= MOST_ROWS, f"{len(x)} rows are not few"

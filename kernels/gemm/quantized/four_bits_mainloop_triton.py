@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.gemm.quantized.fragments_triton import in_fragment_order, pairs_in_fragment_order, split_columns
-from specbatch.kernels.gemm.quantized.int4_tiles_triton import scale_of, zero_of
+from specbatch.kernels.gemm.quantized.int4_tiles_triton import word_scale, word_zero
 
 # 4 bits of bytes 0 and 2, then of bytes 1 and 3, become the lowest bits of the fraction of 128 (bfloat16) or 1024
 # (float16), whose last place is 1: the value is that number plus the 4 bits, exactly.
@@ -105,10 +105,10 @@ def gemm_mainloop_int4(
         scale = scale_row + step * (UNIT * GROUPS)
         if GROUPS == 1:
             word = tl.load(scale)
-            zero_point = zero_of(word)
+            zero_point = word_zero(word)
             part = _times_rows(_less(low, zero_point), low_x, exists, tl.zeros([BN, BM], tl.float32))
             part = _times_rows(_less(high, zero_point), high_x, exists, part)
-            total += part * scale_of(word, BF16)[:, None]
+            total += part * word_scale(word, BF16)[:, None]
         elif GROUPS == 2:
             total = _add_group(total, low, low_x, exists, scale, BF16)
             total = _add_group(total, high, high_x, exists, scale + 1, BF16)
@@ -134,8 +134,8 @@ def _times_rows(values, x_row, exists, total):
 def _add_group(total, values, x_row, exists, scale, BF16: tl.constexpr):
     """total and the products of a group, its scales and zero points at pointers [N]."""
     word = tl.load(scale)
-    part = _times_rows(_less(values, zero_of(word)), x_row, exists, tl.zeros(total.shape, tl.float32))
-    return total + part * scale_of(word, BF16)[:, None]
+    part = _times_rows(_less(values, word_zero(word)), x_row, exists, tl.zeros(total.shape, tl.float32))
+    return total + part * word_scale(word, BF16)[:, None]
 
 
 # 4 bits of bytes 0 and 2, then of bytes 1 and 3, each a value of e2m1: sign, exponent and fraction move to where

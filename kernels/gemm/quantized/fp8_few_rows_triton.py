@@ -16,7 +16,7 @@ import triton.language as tl
 from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.kernels.common.pdl_triton import wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv
-from specbatch.kernels.gemm.quantized.few_rows_triton import fetch_rows_to_l2, launch_of, rows_of_tile, store_rows
+from specbatch.kernels.gemm.quantized.few_rows_triton import fetch_rows_to_l2, launch_settings, rows_of_tile, store_rows
 from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
 from specbatch.kernels.gemm.quantized.fragments_triton import fragment_rows, in_fragment_order, pairs_in_fragment_order
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, workspace
@@ -56,9 +56,9 @@ class FP8FewRowsTile(NamedTuple):
     ahead: int
 
     def settings(self, x: torch.Tensor, n: int, steps: int) -> tuple[int, dict[str, Any]]:
-        """`launch_of`."""
+        """`launch_settings`."""
         assert min(self.outputs // 16, self.warps) >= 4, "weights are in the order of a warpgroup's operand"
-        programs, found = launch_of(self, x, n, steps)
+        programs, found = launch_settings(self, x, n, steps)
         return programs, found | {"WARPS": min(self.warps, self.outputs // 16)}
 
 

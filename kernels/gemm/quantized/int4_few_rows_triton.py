@@ -22,7 +22,7 @@ from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.gemm.quantized.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows
 from specbatch.kernels.gemm.quantized.fragments_triton import chunk_in_fragment_order, fragment_rows
 from specbatch.kernels.gemm.quantized.int4 import Int4Tiles
-from specbatch.kernels.gemm.quantized.int4_tiles_triton import first_of_row, scale_of, zero_of
+from specbatch.kernels.gemm.quantized.int4_tiles_triton import first_of_row, word_scale, word_zero
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, used_splits, workspace
 
 _WARPS = 4
@@ -147,8 +147,8 @@ def _factors(scales, kind: tl.constexpr, BF16: tl.constexpr):
     """What `_weights` takes, of a group whose words of a scale and a zero point are at pointers [N]: [N, 1] each."""
     word = tl.load(scales)[:, None]
     if kind == tl.float32:
-        scale = scale_of(word, BF16)
-        zero, low, high = zero_of(word).to(tl.float32), scale, scale
+        scale = word_scale(word, BF16)
+        zero, low, high = word_zero(word).to(tl.float32), scale, scale
     else:
         code: tl.constexpr = _FACTORS_BF16 if kind == tl.bfloat16 else _FACTORS_FP16
         zero, low, high = tl.inline_asm_elementwise(

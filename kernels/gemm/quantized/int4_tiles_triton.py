@@ -15,7 +15,7 @@ def first_of_row(row, chunks, WIDTH: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def scale_of(word, BF16: tl.constexpr):
+def word_scale(word, BF16: tl.constexpr):
     """float32 of the scales, bfloat16 or float16, in words int32."""
     if BF16:
         found = (word << 16).to(tl.float32, bitcast=True)
@@ -25,6 +25,6 @@ def scale_of(word, BF16: tl.constexpr):
 
 
 @triton.jit
-def zero_of(word):
+def word_zero(word):
     """int32 of the zero points in words int32."""
     return word >> 16 & 15

@@ -19,7 +19,7 @@ from specbatch.kernels.gemm.quantized.four_bits_mainloop_triton import gemm_main
 from specbatch.kernels.gemm.quantized.fragments_triton import fragment_rows, in_column_order
 from specbatch.kernels.gemm.quantized.int4 import Int4Tiles
 from specbatch.kernels.gemm.quantized.int4_few_rows_triton import Int4FewRowsTile, int4_few_rows, int4_few_rows_tile_for
-from specbatch.kernels.gemm.quantized.int4_tiles_triton import first_of_row, scale_of, zero_of
+from specbatch.kernels.gemm.quantized.int4_tiles_triton import first_of_row, word_scale, word_zero
 from specbatch.kernels.gemm.split_k_triton import is_last_split, splits_for, sum_of_splits, used_splits, workspace
 
 _MANY = 256  # rows from which to write and read a dequantized weight takes less time than to unpack it for each tile
@@ -156,7 +156,7 @@ def _dequantize_kernel(
         column = chunk * CHUNK + half * HALF
         group = first_group + half * HALF // GROUP + tl.arange(0, HALF // PART)[None, :]
         pair = tl.load(group, exists[:, None], other=0)[:, :, None]
-        zero, scale = zero_of(pair).to(tl.float32), scale_of(pair, BF16)
+        zero, scale = word_zero(pair).to(tl.float32), word_scale(pair, BF16)
         value = tl.reshape((tl.reshape(values, [ROWS, HALF // PART, PART]).to(tl.float32) - zero) * scale, [ROWS, HALF])
         to = found + row[:, None] * K + column + tl.arange(0, HALF)
         tl.store(to, value.to(found.dtype.element_ty), exists[:, None])

@@ -20,7 +20,7 @@ from specbatch.kernels.gemm.quantized.few_rows_triton import (
     MOST_ROWS,
     even_splits,
     fetch_rows_to_l2,
-    launch_of,
+    launch_settings,
     rows_of_tile,
     store_rows,
 )
@@ -41,9 +41,9 @@ class W8A8FewRowsTile(NamedTuple):
     early: bool
 
     def settings(self, x: torch.Tensor, n: int, steps: int) -> tuple[int, dict[str, Any]]:
-        """`launch_of`."""
+        """`launch_settings`."""
         assert self.outputs in (64, SCALE_BLOCK), "outputs of a tile share their scales, and an instruction has 64"
-        programs, found = launch_of(self, x, n, steps)
+        programs, found = launch_settings(self, x, n, steps)
         return programs, found | {"EARLY": self.early}
 
 

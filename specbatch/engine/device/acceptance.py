@@ -33,8 +33,8 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.core.logit_adjustments import History, adjusted_logits, parent_of
-from specbatch.core.sampling import Sampling
+from specbatch.core.logit_adjustments import History, adjusted_logits, parent_row
+from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.core.token_constraint import Constraint
@@ -45,6 +45,7 @@ from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, topk_logprobs
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL, TARGET, simulated_accept_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.kernels.sampling.tree_verify import simulated_path_ref, walk_tree_ref
+from specbatch.runtime.cuda_graphs import Result
 
 
 class Accepted(NamedTuple):
@@ -108,7 +109,7 @@ def node_states(constraint: Constraint, history: History) -> torch.Tensor:
     count = 0 if history.drafts is None else history.drafts.shape[1]
     for row in range(1, count + 1):
         assert history.drafts is not None
-        parent = parent_of(row, history)
+        parent = parent_row(row, history)
         before = states[:, parent, None] if isinstance(parent, int) else states.gather(1, parent[:, None])
         states = torch.cat([states, constraint.after(before, history.drafts[:, row - 1, None])], 1)
     return states
@@ -195,15 +196,18 @@ def are_finite(logits: torch.Tensor, tokens: torch.Tensor, sampling: Sampling) -
     return logits.gather(-1, tokens[..., None]).isfinite().flatten(1).all(-1)
 
 
-def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """log p(token) under the model's own distribution: logits [B, N, V], tokens [B, N] -> float32 [B, N]."""
     return log_softmax(logits.float()).gather(-1, tokens[..., None])[..., 0]
 
 
-def top_logprobs_of(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The most likely tokens of logits [B, N, V], `MOST_TOP_LOGPROBS` of them, most likely first: log-probabilities
-    float32 and tokens int64 [B, N, K]."""
-    return topk_logprobs(logits, MOST_TOP_LOGPROBS)
+def with_logprobs(packed: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, flags: SamplingFlags) -> Result:
+    """The result of a pass that chose tokens [B, N] at logits [B, N, V], with the log-probabilities that `flags` ask
+    for: of the tokens, and of the most likely ones."""
+    if not flags.logprobs:
+        return Result(packed)
+    logprobs = token_logprobs(logits, tokens)
+    return Result(packed, logprobs, *(topk_logprobs(logits, MOST_TOP_LOGPROBS) if flags.top_logprobs else ()))
 
 
 def _correct_prefix(correct: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:

@@ -162,7 +162,7 @@ class DeviceWorker:
         self.prefill_step = prefill_step
         self.decode_step = decode_step
         self.score_step = score_step
-        self._caches = caches
+        self.caches = caches
         self.forwards = forwards
         self._page_size = page_size
         self._prefill_chunk = prefill_chunk
@@ -265,7 +265,7 @@ class DeviceWorker:
         return self.score_step(work)
 
     def _clear(self, pages: list[int]) -> None:
-        for cache in self._caches:
+        for cache in self.caches:
             cache.clear(pages)
 
     def _run(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, bound: int | None = None) -> Result:

@@ -13,8 +13,8 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.logit_adjustments import History, adjusted_logits
 from specbatch.core.sampling import SamplingFlags
 from specbatch.drafters.base import Drafter
-from specbatch.engine.device.acceptance import are_finite, logprobs_of, top_logprobs_of
-from specbatch.engine.device.score_step import logprobs_of_targets
+from specbatch.engine.device.acceptance import are_finite, with_logprobs
+from specbatch.engine.device.score_step import target_logprobs
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import TARGET
@@ -119,7 +119,7 @@ class PrefillStep:
         if not scored:
             return Prefilled(first)
         targets = [(row, token) for row, (_, token) in enumerate(scored)]
-        found = [part for part, _ in logprobs_of_targets(self.model, hidden[len(ending) :], targets, self.workspace)]
+        found = [part for part, _ in target_logprobs(self.model, hidden[len(ending) :], targets, self.workspace)]
         return Prefilled(first, torch.cat(found))
 
     def _sample(
@@ -150,6 +150,4 @@ class PrefillStep:
         batch.tokens[slots, lengths] = first[:, 0]
         if constraint is not None:
             batch.set_states(slots, constraint.after(constraint.states[:, None], first[:, :1])[:, 0])
-        logprobs = logprobs_of(logits, first) if flags.logprobs else None
-        top = top_logprobs_of(logits) if flags.top_logprobs else ()
-        return Result(torch.stack([first[:, 0], finite.long()], 1), logprobs, *top)
+        return with_logprobs(torch.stack([first[:, 0], finite.long()], 1), logits, first, flags)

@@ -59,10 +59,10 @@ class ScoreStep:
             tokens = upload(work.tokens, device)
             last = self.forward(metadata, None if self.needs_all_hidden else work.read, tokens).last
         hidden = last[upload(work.read, device)] if self.needs_all_hidden else last
-        return list(logprobs_of_targets(self.model, hidden, work.targets, self.workspace))
+        return list(target_logprobs(self.model, hidden, work.targets, self.workspace))
 
 
-def logprobs_of_targets(
+def target_logprobs(
     model: Decoder, hidden: torch.Tensor, targets: list[tuple[int, int]], workspace: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """In parts, for targets (row of hidden [n, hidden_size], token), ascending: float32 log-probabilities, and whether

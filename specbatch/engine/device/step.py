@@ -13,7 +13,7 @@ import torch
 
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter
-from specbatch.engine.device.acceptance import Accepted, accept, logprobs_of, top_logprobs_of
+from specbatch.engine.device.acceptance import Accepted, accept, with_logprobs
 from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.sampling.argmax_topk import Maxima, Scores, argmax_keys
@@ -98,8 +98,7 @@ def _result(step: StepInput, verified: Verified, accepted: Accepted) -> Result:
     assert isinstance(logits, torch.Tensor)
     if path is not None:
         logits = logits.gather(1, path[:, :, None].expand_as(logits))
-    logprobs = logprobs_of(logits, accepted.tokens)
-    return Result(accepted.packed, logprobs, *(top_logprobs_of(logits) if flags.top_logprobs else ()))
+    return with_logprobs(accepted.packed, logits, accepted.tokens, flags)
 
 
 def _spread_scores(scores: Scores, packed: PackedRows, *, greedy: bool) -> Scores:

@@ -62,7 +62,7 @@ class EngineRanks:
             _undivided[:] = _undivided or [torch.get_num_threads()]
             _divided.append(self)
             divide_cores(self._config.tensor_parallel)
-        self._started = group_of(self._config.tensor_parallel, self._device.type)
+        self._started = running_group(self._config.tensor_parallel, self._device.type)
         self._number = self._group.next_engine()
         shared = None if self._shared is None else self._shared._number
         self.send(BUILD, (self._config, self._share, shared))
@@ -109,25 +109,25 @@ class EngineRanks:
             self.send(CLOSE, ())
 
 
-def group_of(size: int, device: str) -> RankGroup:
+def running_group(size: int, device: str) -> RankGroup:
     """The running group of this size, or a new one: processes are started once."""
-    group = _groups.pop((size, device), None)
+    group = groups.pop((size, device), None)
     if group is not None and group.failure is not None:
         group.close()
         group = None
-    _groups[size, device] = group = group or start_group(size, device)
+    groups[size, device] = group = group or start_group(size, device)
     return group
 
 
-_groups: dict[tuple[int, str], RankGroup] = {}
+groups: dict[tuple[int, str], RankGroup] = {}
 _divided: list[EngineRanks] = []  # open engines on a CPU, among whose ranks the cores are divided
 _undivided: list[int] = []  # the number of threads of this process before
 
 
 @atexit.register
 def close_groups() -> None:
-    while _groups:
-        _groups.popitem()[1].close()
+    while groups:
+        groups.popitem()[1].close()
 
 
 def divide_cores(size: int) -> int:

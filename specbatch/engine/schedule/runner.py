@@ -113,7 +113,7 @@ class Runner:
         if plan.admitted:
             self._worker.admit([self._admission(request) for request in plan.admitted])
         scored = [(chunk, _scored(chunk)) for chunk in plan.chunks]
-        result = self._worker.prefill(_work_of(plan, scored))
+        result = self._worker.prefill(_prefill_work(plan, scored))
         self._last_timer = None
         self.counters.prefill_passes += 1
         tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
@@ -276,7 +276,7 @@ class Runner:
     def _add_to_corpus(self, finished: list[Request]) -> None:
         corpus = self._worker.corpus
         if corpus is not None and finished:
-            self._worker.add_answers([corpus.answer_of(item.tokens, item.prompt_len) for item in finished])
+            self._worker.add_answers([corpus.answer(item.tokens, item.prompt_len) for item in finished])
 
     def _copy(self, result: Result) -> AsyncCopy:
         return AsyncCopy(*result.tensors(), stream=self._stream)
@@ -304,7 +304,7 @@ class Runner:
             penalties=p.penalties,
             bias=p.logit_bias,
             banned=request.banned,
-            grammar=_grammar_of(request),
+            grammar=_grammar(request),
         )
 
 
@@ -314,14 +314,14 @@ def _scored(chunk: ScheduledChunk) -> int:
     return max(min(chunk.end, request.prompt_len - 1) - chunk.start, 0) if request.lacks_prompt_logprobs else 0
 
 
-def _grammar_of(request: Request) -> tuple[int, int, int, int]:
+def _grammar(request: Request) -> tuple[int, int, int, int]:
     automaton, start = request.automaton, request.table
     if automaton is None:
         return 0, 0, 0, FREE
     return start, start + automaton.classes.size, automaton.row, automaton.after(request.output)
 
 
-def _work_of(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]]) -> PrefillWork:
+def _prefill_work(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]]) -> PrefillWork:
     chunks = plan.chunks
     firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)  # token of the pass
     targets = [

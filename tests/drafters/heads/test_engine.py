@@ -210,7 +210,7 @@ def test_prefill_graphs_of_two_layers_write_the_same_keys(targets: Any, monkeypa
     for graphs in (Graphs(), Graphs(prefill="piecewise")):
         engine = targets.engine("llama", "eagle", "v1", graphs=graphs, prefill_chunk=7)
         engine.generate(targets.prompts("llama"), SamplingParams(max_new_tokens=2, ignore_eos=True))
-        cache = engine.parts.worker.prefill_step.drafter._cache
+        cache = engine.parts.worker.prefill_step.drafter.cache
         written.append(torch.stack([cache.keys, cache.values])[:, :, 1:])  # the first page is for padding
     assert written[0].shape[1] == 2
     assert (written[0][:, 1] != 0).any()
@@ -242,7 +242,7 @@ def test_shared_pages_hold_the_heads_keys(table_engine: Callable[..., Engine], k
     done = engine.generate(SHORT, limits)
     assert engine.record().metrics["accept_length"] > 2.5
     drafter: Any = engine.parts.worker.prefill_step.drafter
-    head, cache, model, cached = drafter._head, drafter._cache, engine.parts.model, engine.parts.scheduler.cache
+    head, cache, model, cached = drafter.head, drafter.cache, engine.parts.model, engine.parts.scheduler.cache
     assert cached is not None
     for item in done:
         text = torch.tensor([*item.prompt_token_ids, *item.token_ids])

@@ -18,7 +18,7 @@ def test_graph_prefill_writes_the_same_draft_kv_as_eager(write: Any, bench: Any,
     stub, draft, _, _ = heads.usual(algorithm, write)
     here = bench([[1] * 50, [2] * 50, [3] * 50])
     run = heads.Run(here, stub, algorithm.split()[0], 3, draft)
-    head = run.drafter._head
+    head = run.drafter.head
     plain, recorded = (here.cache_for(run.target) for _ in range(2))
     pairs, graphs = HeadPrefill(head, plain), HeadPrefillGraphs(head, recorded, FakeRecorder(torch.device("cpu")), 40)  # type: ignore[arg-type]
     assert len(list(graphs.capture())) == len(graphs)

@@ -24,7 +24,7 @@ from specbatch.core import sampling as sampling_module
 from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.step_input import Proposal
 from specbatch.engine.device import acceptance
-from specbatch.engine.device.acceptance import accept_ref, logprobs_of
+from specbatch.engine.device.acceptance import accept_ref, token_logprobs
 from specbatch.kernels.sampling.rng import ACCEPT, DRAFT, RESIDUAL, TARGET, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 
@@ -463,7 +463,7 @@ def test_logprobs_are_unfiltered(sampled: bool) -> None:
     q = sampling.probabilities(logits[:, :3])
     drafts = sample_ref(q, sampling.uniform(positions[:, :3], DRAFT)) if sampled else q.argmax(-1)
     result = accept_ref(logits, Proposal(drafts, torch.full((50,), 3), q if sampled else None), positions, sampling)
-    logprobs = logprobs_of(logits, result.tokens)
+    logprobs = token_logprobs(logits, result.tokens)
     assert logprobs.dtype == torch.float32
     wanted = logits.double().log_softmax(-1).gather(-1, result.tokens[..., None])[..., 0]
     torch.testing.assert_close(logprobs.double(), wanted, rtol=0, atol=1e-5)

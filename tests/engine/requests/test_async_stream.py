@@ -13,6 +13,7 @@ import pytest
 import specbatch
 from specbatch import Engine, SamplingParams, SpecbatchError
 from specbatch.engine.requests.async_stream import WAITING_EVENTS
+from specbatch.runtime.cuda_graphs import Result
 
 LONG = SamplingParams(max_new_tokens=10, ignore_eos=True)
 
@@ -37,13 +38,13 @@ def test_asynchronous_stream_has_the_events_of_a_stream(toy: Any, toy_engine: Ca
 
 def test_event_loop_runs_on(toy: Any, toy_engine: Callable[..., Engine]) -> None:
     engine = toy_engine()
-    step = engine._schedule.step
+    decode = engine.parts.worker.decode
 
-    def slow() -> bool:
+    def slow(*arguments: Any) -> Result:
         time.sleep(0.02)
-        return step()
+        return decode(*arguments)
 
-    engine._schedule.step = slow  # type: ignore[method-assign]
+    engine.parts.worker.decode = slow  # type: ignore[method-assign]
 
     async def both() -> int:
         ticks = 0

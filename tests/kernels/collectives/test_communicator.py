@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.distributed import HashStore, PrefixStore
 
-from specbatch.kernels.collectives import communicator
 from specbatch.kernels.collectives.communicator import DeviceCommunicator, RendezvousStore
 
 RANKS = 2
@@ -42,11 +41,9 @@ class EqualRanks:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(communicator, "MOST_ONE_SHOT", 64)
-    monkeypatch.setattr(communicator, "MOST_TWO_SHOT", 256)
+def ranks() -> Any:
     found: Any = object.__new__(DeviceCommunicator)
-    found.size, found._most_one_shot = RANKS, 64
+    found.size, found.most_one_shot = RANKS, 64
     found.one_shot, found.two_shot = EqualRanks(64), EqualRanks(256)
     return found
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from quantized_models import CPU, devices, logits
 from safetensors.torch import load_file, save_file
-from uncached import decoder_of, logits_of
+from uncached import decoder_of
 
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.drafters import mtp
@@ -30,7 +31,6 @@ from specbatch.runtime.loader import weight_bytes
 from specbatch.weights import open_checkpoint
 from specbatch.weights.dummy import DummyCheckpoint
 
-CPU = torch.device("cpu")
 SIZES = {
     "vocab_size": 97, "hidden_size": 160, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
@@ -144,11 +144,6 @@ def write(folder: Path, described: dict[str, Any], plain: list[str], fused: bool
     return meant
 
 
-def logits(model: Decoder) -> torch.Tensor:
-    tokens = torch.randint(0, model.config.vocab_size, (23,), generator=torch.Generator().manual_seed(4))
-    return logits_of(model, tokens.to(model.device))
-
-
 def linear_types(model: Decoder) -> set[type]:
     parts = [part for layer in model.layers for part in (layer.mixer, *layer.mlps)]
     items = [item for part in parts for item in vars(part).values()]
@@ -156,17 +151,7 @@ def linear_types(model: Decoder) -> set[type]:
     return {type(item) for item in items if isinstance(item, Linear)} | experts
 
 
-NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"))
-
-
-@pytest.mark.parametrize(
-    ("device", "keeps", "bound"),
-    [
-        pytest.param("cpu", False, 2e-5, id="dequantized"),
-        pytest.param("cpu", True, 2e-5, id="kept"),
-        pytest.param("cuda", True, 1e-3, id="kernels", marks=NEEDS_GPU),
-    ],
-)
+@devices
 @pytest.mark.parametrize("case", CASES)
 def test_fp8_model_matches_dequantized_model(
     case: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]

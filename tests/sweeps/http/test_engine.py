@@ -8,6 +8,7 @@ import socket
 import time
 import types
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from checkpoints import gguf_bytes
@@ -31,6 +32,8 @@ LATE = 1.0  # seconds that a busy machine may add
 @pytest.fixture(autouse=True)
 def tokenizer(monkeypatch):
     def opened(name, log=None):
+        if Path(name).exists():
+            return open_tokenizer(name)
         if name != "org/toy":
             raise SpecbatchError(f"no {name}")
         return BYTES
@@ -137,15 +140,17 @@ def test_parameters_that_are_not_sent_are_refused(serve, name, value):
     assert not script.bodies
 
 
-def test_text_keeps_a_bos_token_that_the_server_does_not_add(serve, use_tokenizer):
+def test_text_keeps_a_bos_token_that_the_server_does_not_add(serve):
     """As prompts of a chat template that writes it; the count of the first answer shows what the server adds."""
     plain = types.SimpleNamespace(**{**vars(BYTES), "encode": lambda text, add_special_tokens=True: [*text.encode()]})
-    use_tokenizer(plain)
     script = Script()
-    run(serve(script, send="text"), [[1, 72, 105]] * 2)
+    engine = serve(script, send="text")
+    engine.tokenizer = plain
+    run(engine, [[1, 72, 105]] * 2)
     assert [body["prompt"] for body in script.bodies] == ["\x01Hi"] * 2
     script = Script(extra_prompt_tokens=1)  # the server adds one, though the tokenizer does not
     engine = serve(script, send="text")
+    engine.tokenizer = plain
     run(engine, [[1, 72, 105]] * 2)
     assert [body["prompt"] for body in script.bodies] == ["\x01Hi", "Hi"]
 
@@ -320,9 +325,8 @@ def test_model_must_be_named_if_there_are_several(serve):
         serve(Script(models=models), model="a")
 
 
-def test_the_model_of_a_server_may_be_the_path_of_its_gguf_file(serve, monkeypatch, tmp_path):
+def test_the_model_of_a_server_may_be_the_path_of_its_gguf_file(serve, tmp_path):
     """As llama.cpp's server names it by default."""
-    monkeypatch.setattr("specbatch.weights.open_tokenizer", open_tokenizer)
     path = tmp_path / "a.gguf"
     path.write_bytes(gguf_bytes())
     found = serve(Script(models=[{"id": str(path), "owned_by": "llamacpp"}])).tokenizer

@@ -9,6 +9,8 @@ from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.dense.cublas_lt_configs import RANGES
 from specbatch.sweeps.microbench.cublas_algorithms import MODELS, shapes_of, tables
 
+OTHER_GPU = "needs a Hopper GPU"
+
 
 def test_every_weight_of_the_table_can_be_searched() -> None:
     sizes = {(outputs, inputs) for model in MODELS for outputs, inputs, _ in shapes_of(model).values()}
@@ -22,15 +24,11 @@ def test_every_weight_of_the_table_can_be_searched() -> None:
         ({"gemms": "down,foo"}, "gemms='down,foo': use qkv, o, gate"),
         ({"rows": "48,"}, "rows='48,': use numbers from 1 to 8192"),
         ({"rows": "0"}, "rows='0': use numbers from 1 to 8192"),
+        ({}, OTHER_GPU),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    capability = (8, 0) if message == OTHER_GPU else (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     with pytest.raises(SpecbatchError, match=message):
         next(tables(**({"model": "qwen3-8b", "gemms": "down", "rows": "64"} | settings)))
-
-
-def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(SpecbatchError, match="needs a Hopper GPU"):
-        next(tables("qwen3-8b", "down", "64"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 
 import pytest
@@ -27,14 +28,14 @@ def test_benchmark_of_kernels_is_refused_without_a_device(name):
 
 
 def test_variants_run_interleaved_and_times_are_per_operation(monkeypatch):
-    monkeypatch.setattr(runner, "REPEATS", 2)
     monkeypatch.setattr(runner, "read_limit", lambda device: 1e9)
     clock = iter(range(0, 1000, 5))  # every call takes 5 s
     monkeypatch.setattr("specbatch.sweeps.machine.timing.time.perf_counter", lambda: next(clock))
     order = []
     calls = {"ours": [lambda: order.append("a"), lambda: order.append("b")], "theirs": [lambda: order.append("c")]}
     case = Case({"rows": 3}, calls, count=5, bytes=2e9, flop=3e12)
-    table = Table([case, {"rows": "ready"}], shows=("GB/s", "TFLOP/s"), unit="ms", device=torch.device("cpu"))
+    on_cpu = partial(Table, unit="ms", device=torch.device("cpu"), repeats=2)
+    table = on_cpu([case, {"rows": "ready"}], shows=("GB/s", "TFLOP/s"))
     assert table.measured() == [
         {
             "rows": 3,
@@ -48,12 +49,11 @@ def test_variants_run_interleaved_and_times_are_per_operation(monkeypatch):
         {"rows": "ready"},
     ]
     assert "".join(order) == "abc" + "cab" + "abc"  # one round warms up
-    (row,) = Table([replace(case, flop=0)], shows=("floor",), unit="ms", device=torch.device("cpu")).measured()
+    (row,) = on_cpu([replace(case, flop=0)], shows=("floor",)).measured()
     assert (row["floor (ms)"], row["ours / floor"]) == ("2000.00", "0.25")
 
 
 def test_gemms_of_a_cpu_as_a_table_and_as_json(monkeypatch):
-    monkeypatch.setattr(runner, "REPEATS", 1)
     monkeypatch.setattr("specbatch.sweeps.machine.limits.CPU_READ_VALUES", 1000)
     monkeypatch.setattr("specbatch.sweeps.microbench.cpu_gemm.SHAPES", [(32, 16)])
     table = CliRunner().invoke(app, ["cpu-gemm"])

@@ -15,7 +15,6 @@ from specbatch.errors import FailedError
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Point, points
-from specbatch.replicas import ray_cluster
 from specbatch.replicas.cluster import Cluster
 from specbatch.sweeps.report.tables import write_summary
 from specbatch.sweeps.run import blocks
@@ -53,8 +52,6 @@ class Runs:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
     ray = FakeRay()
     monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
-    monkeypatch.setattr(ray_cluster, "node", lambda: "10.0.0.7")
-    monkeypatch.setattr(blocks, "node", lambda: "10.0.0.7")
     return Runs(ray)
 
 

@@ -17,8 +17,7 @@ from thread_replicas import ThreadReplicas
 from specbatch.cli.configs import configured
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.servers import configured_with_servers
-from specbatch.errors import FailedError, SpecbatchError
-from specbatch.records.store import load_record
+from specbatch.errors import SpecbatchError
 from specbatch.records.sweep_plan import Point, points
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.run.benchmark import SweepOptions
@@ -175,40 +174,6 @@ def test_rounds_alternate_between_groups(tmp_path: Path) -> None:
     assert all(point.configuration in groups[place] for place, ours in batches for point in ours)
     assert in_batches(every, [configs]) == [(0, every)]
     assert in_batches([], [configs]) == in_batches([], groups) == []
-
-
-def test_a_group_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its points have records with the error, whichever group comes first."""
-    from specbatch.sweeps.run import loading
-
-    plain = loading.load_engine
-
-    def load(name: str, config: Any, *args: Any, **how: Any) -> Any:
-        if config.tensor_parallel == broken:
-            raise FailedError("out of memory")
-        return plain(name, config, *args, **how)
-
-    monkeypatch.setattr(loading, "load_engine", load)
-    configs = grid(tmp_path, "tensor_parallel", [1, 2], {})
-    for broken in (1, 2):
-        folder = tmp_path / str(broken)
-        folder.mkdir()
-        run_sweep(configs, OPTIONS, folder)
-        for point in points(configs, OPTIONS):
-            record = load_record("output", point.folder(folder))
-            failed = configs[point.configuration].tensor_parallel == broken
-            assert record.error == ("out of memory" if failed else None)
-            assert record.workload["prompts"] == 4
-        assert run_again(configs, folder, monkeypatch, plain) == 4
-
-
-def run_again(configs: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, load: Any) -> int:
-    """How many records are new if the same sweep continues."""
-    before = {point: (point.folder(folder) / "record.json").stat().st_mtime_ns for point in points(configs, OPTIONS)}
-    with monkeypatch.context() as patch:
-        patch.setattr("specbatch.sweeps.run.loading.load_engine", load)
-        run_sweep(configs, OPTIONS, folder)
-    return sum((point.folder(folder) / "record.json").stat().st_mtime_ns != when for point, when in before.items())
 
 
 def test_one_group_is_open_at_a_time(tmp_path: Path) -> None:

@@ -135,6 +135,21 @@ def test_each_model_of_a_list_has_its_baseline(tmp_path: Path) -> None:
     assert {one.model for one in found["other-3"].values()} == {"x/other"}
 
 
+def test_several_models_of_the_command_line_have_all_configurations(tmp_path: Path) -> None:
+    """But for tables that name their own."""
+    asked = EngineOptions(device="cpu", model="toy,x/other")
+    assert {name: [*ours] for name, ours in by_model(configured(asked, "baseline,v2")).items()} == {
+        "toy": ["baseline", "v2"], "other": ["baseline", "v2"]
+    }  # fmt: skip
+    path = tmp_path / "grid.toml"
+    path.write_text('[baseline]\nspec = "off"\n[v2]\nspec = "v2"\nmodel = "toy"\n')
+    found = by_model(configured(asked, str(path)))
+    assert {name: [*ours] for name, ours in found.items()} == {"toy": ["baseline", "v2"], "other": ["baseline"]}
+    (folder := tmp_path / "one,two").mkdir()
+    [model] = by_model(configured(asked.having(model=str(folder)), "baseline")).values()
+    assert model["baseline"].model == str(folder)
+
+
 def record() -> RunRecord:
     return RunRecord({}, {}, {}, {}, [], {})
 

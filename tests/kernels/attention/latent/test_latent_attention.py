@@ -16,7 +16,7 @@ from specbatch.kernels.attention.latent.latent_attention_triton import (
     LatentTile,
     latent_prefill,
     latent_verify,
-    slots_of,
+    token_slots,
 )
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeAttention, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
@@ -54,7 +54,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def default(queries: DecodeQueries, splits: int) -> DecodeAttention:
-    return partial(latent_verify, queries, slots_of(queries), splits=splits, tile=LatentTile(16, 16, 1, 1))
+    return partial(latent_verify, queries, token_slots(queries), splits=splits, tile=LatentTile(16, 16, 1, 1))
 
 
 def spans(queries: DecodeQueries, splits: int) -> DecodeAttention:
@@ -118,7 +118,7 @@ def compare(
     expected = reference(AttentionInputs(projected.clone(), heads, positions, expected_k, expected_v), Mask())
     found = attend(AttentionInputs(projected, heads, positions, k, v), Mask())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    written = torch.zeros_like(held).flatten().index_fill(0, slots_of(queries), True).view_as(held)
+    written = torch.zeros_like(held).flatten().index_fill(0, token_slots(queries), True).view_as(held)
     for cache, wanted in ((k, expected_k), (v, expected_v)):
         torch.testing.assert_close(cache.float()[written], wanted.float()[written], rtol=1e-6, atol=1e-6)
         assert cache.float()[~written & ~held].isnan().all()
@@ -164,5 +164,5 @@ def test_published_sizes_on_a_gpu(batch: int, count: int, device: torch.device) 
     reference = LatentDecodeRef(queries, 16, torch.float32)
     expected = reference(AttentionInputs(projected.float(), exact, positions, k.float(), v.float()), Mask())
     inputs = AttentionInputs(projected, heads, positions, k, v)
-    found = latent_verify(queries, slots_of(queries), inputs, Mask())
+    found = latent_verify(queries, token_slots(queries), inputs, Mask())
     assert (found.float() - expected).norm() < 1e-2 * expected.norm()

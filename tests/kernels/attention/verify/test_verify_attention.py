@@ -17,7 +17,7 @@ from trees import ancestor_masks, path_of
 from specbatch.kernels import gemm
 from specbatch.kernels.attention.paged_attention import attention_mask
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout
-from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, of_packed_rows
+from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, wrap_packed_rows
 from specbatch.kernels.attention.verify.verify_attention_configs import Tile
 from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
 from specbatch.kernels.common.packed_rows import pack_rows
@@ -298,7 +298,7 @@ def test_packed_rows(device: torch.device, splits: int, mask: Mask, sizes: dict[
     positions = packed.pack((case.lengths[:, None] + torch.arange(most, device=device)).flatten())
     case.qkv, group = packed.pack(case.qkv), case.heads.count // case.heads.kv
     cleared = [cache.nan_to_num(0) for cache in case.caches]
-    reference = of_packed_rows(DecodeAttentionRef(queries, group, case.dtype), queries)
+    reference = wrap_packed_rows(DecodeAttentionRef(queries, group, case.dtype), queries)
     expected = reference(case.inputs(positions, cleared), mask)
     caches = [cache.clone() for cache in (cleared if is_shared else case.caches)]
     if is_shared:  # an earlier layer has written the keys

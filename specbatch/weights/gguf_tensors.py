@@ -1,4 +1,4 @@
-"""Stacked experts in GGUF files.
+"""Tensors of GGUF files as those of a checkpoint: dequantized, in its order, with stacked experts.
 
 A file has the experts of a layer in `ffn_gate_exps`, `ffn_up_exps` and `ffn_down_exps`, [experts, out, in] each.
 """
@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from specbatch.errors import refuse
 from specbatch.kernels.common.block_sizes import MX_BLOCK
 from specbatch.models.formats import mxfp4
 from specbatch.models.gguf_layout import has_mxfp4
 from specbatch.weights.gguf_file import layout_of
-from specbatch.weights.gguf_values import dequantize_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -119,3 +119,30 @@ def _scales(*parts: GgufTensor) -> torch.Tensor:
     import torch
 
     return torch.from_numpy(np.ascontiguousarray(_mx_blocks(*parts)[..., 0]))
+
+
+def unpermute(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Reorder the rows of a q or k matrix [heads * head_dim, in] or bias from interleaved pairs to halves, per head."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def dequantize_tensor(tensor: GgufTensor, permuted_heads: int | None = None) -> torch.Tensor:
+    """One tensor in its own dtype or dequantized to float32, with rows in the order of the checkpoint."""
+    import torch
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    kind, values = tensor.kind, tensor.data
+    if kind == GGMLQuantizationType.BF16:
+        values = values.view(np.uint16)  # numpy has no bfloat16; torch reinterprets the bits below
+    elif kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+        try:
+            with np.errstate(all="ignore"):  # of scales that are not finite
+                values = dequantize(values, kind)
+        except NotImplementedError:
+            raise refuse(tensor.name, kind.name, "use a file in Q4_K_M, Q8_0, F16 or another") from None
+    if permuted_heads is not None:
+        values = unpermute(values, permuted_heads)
+    stored = torch.from_numpy(np.array(values))  # a copy, as the memory-mapped file must not be written to
+    return stored.view(torch.bfloat16) if kind == GGMLQuantizationType.BF16 else stored
