@@ -49,7 +49,7 @@ def all_of(*names: str) -> list[tuple[str, int, int]]:
     return [(name, concurrency, repeat) for concurrency in (2, 3) for repeat, own in order for name in own]
 
 
-@pytest.fixture(params=["a sweep", "an evaluation"])
+@pytest.fixture(params=["a sweep", pytest.param("an evaluation", marks=pytest.mark.slow)])  # test_grid is quick
 def run(request: pytest.FixtureRequest, engines: Any, scored_file: Path, tmp_path: Path) -> Run:
     def sweep(concurrency: tuple[int, ...], repeats: int, output_len: int = 9) -> Benchmark:
         work = Workload(input_len=5, output_len=output_len, prompts_per_concurrency=2)
