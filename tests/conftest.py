@@ -15,6 +15,7 @@ import gc
 import math
 import signal
 from collections.abc import Callable, Generator
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 import typer.testing
 from hypothesis import HealthCheck, settings
+from opening import opening
 from targets import Targets
 from typer.main import get_command
 
@@ -337,8 +339,7 @@ def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
     ) -> Engine:
         config = {"model": "toy", "device": "cpu", "max_running": 8, "max_model_len": 120, "page_size": 4} | config
         config = {"load_format": "dummy"} | config  # of no matter to the toy; heads of drafters are then random
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("specbatch.weights.open_checkpoint", open_toy)
+        with opening(open_toy):
             return Engine(EngineConfig(**config), log=log, report=report)
 
     return build
@@ -353,3 +354,35 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time of a report."""
     monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps end without the report, most of which is plots."""
+    monkeypatch.setattr("specbatch.cli.sweep.write_reports", lambda folder: [])
+
+
+@pytest.fixture
+def use_checkpoints() -> Generator[Callable[[Callable[..., Any]], None]]:
+    """`use_checkpoints(opened)`: the rest of the test is within `opening(opened)`."""
+    with ExitStack() as stack:
+        yield lambda opened: stack.enter_context(opening(opened))
+
+
+@pytest.fixture
+def use_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    """`use_tokenizer(tokenizer)`: every model, also that of a server, has it."""
+    return lambda tokenizer: monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: tokenizer)
+
+
+@pytest.fixture
+def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices are taken by their name, as on a machine that has them."""
+    for module in ("engine.ranks.ranks", "runtime.device"):
+        monkeypatch.setattr(f"specbatch.{module}.find_device", torch.device)
+
+
+@pytest.fixture
+def short_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat templates have a small part of the usual time, so that what ignores the limit is seen soon."""
+    monkeypatch.setattr("specbatch.text.chat_template.CPU_SECONDS", 0.3)

@@ -27,20 +27,19 @@ Change = Callable[[Path], object]
 
 
 @pytest.fixture
-def changed(run: Any, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def changed(run: Any, engine: Any, tmp_path: Path) -> Callable[..., Result]:
     """`changed(lines, change, path)` runs a job during which `change(path)` is called once, after 20 answers."""
 
     def call(lines: list[str], change: Change, path: Path, name: str = "in.jsonl") -> Result:
         (tmp_path / name).write_text("\n".join(lines) + "\n")
         answers: Iterator[int] = iter(range(10**9))
-        complete = engine._complete
 
-        def then(*args: Any) -> Any:
+        def then(prompt: Any, params: Any) -> Any:
             if next(answers) == 20:
                 change(path)
-            return complete(*args)
+            return prompt
 
-        monkeypatch.setattr(engine, "_complete", then)
+        engine.answering = then
         return run("generate", tmp_path / name, "-o", tmp_path / "out.jsonl", "--concurrency", "4")
 
     return call
@@ -97,12 +96,9 @@ def test_input_that_changes_ends_the_job(
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len(lines) - name.endswith("csv")
 
 
-def test_input_that_changes_while_the_model_loads(
-    run: Any, engine: Any, jsonl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_input_that_changes_while_the_model_loads(run: Any, engine: Any, jsonl: Any, tmp_path: Path) -> None:
     source = jsonl(*map(json.loads, LINES))
-    start = engine.__enter__
-    monkeypatch.setattr(engine, "__enter__", lambda self: (shorter(source), start(self))[1])
+    engine.entering = lambda: shorter(source)
     assert "kept 0 finished" not in ended(run("generate", source, "-o", tmp_path / "out.jsonl"))
 
 

@@ -110,8 +110,11 @@ def test_interruption_reports_finished_answers(run, evals, tmp_path):
     assert "note: a note" in result.stderr
 
 
-def test_interruption_before_the_first_answer_leaves_no_folder(run, engine, evals, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "__enter__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+def test_interruption_before_the_first_answer_leaves_no_folder(run, engine, evals, tmp_path):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    engine.entering = interrupted
     assert run("eval", "gsm8k", "--output", tmp_path / "o").exit_code == 130
     assert not (tmp_path / "o").exists()
 

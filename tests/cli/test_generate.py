@@ -146,12 +146,9 @@ def test_partial_output_of_a_version_with_fewer_sampling_parameters(generate, tm
     assert again.exit_code == 0, again.output
 
 
-def test_seeds_depend_on_the_row(generate, engine, monkeypatch):
+def test_seeds_depend_on_the_row(generate, engine):
     seen = []
-    complete = engine._complete
-    monkeypatch.setattr(
-        engine, "_complete", lambda self, i, p, s: seen.append((p[0], s.seed)) or complete(self, i, p, s)
-    )
+    engine.answering = lambda prompt, params: seen.append((prompt[0], params.seed)) or prompt
     prompts = [{"prompt_token_ids": [number]} for number in range(1, 6)]
     generate("--temperature 1", prompts, "whole.jsonl")
     whole = dict(seen)

@@ -51,16 +51,15 @@ def memory():
 
 
 @pytest.fixture
-def seen(engine, monkeypatch):
+def seen(engine):
     """Prompts and sampling parameters that reach the engine."""
     found = {}
-    complete = engine._complete
 
-    def note(self, index, prompt, params):
+    def note(prompt, params):
         found[bytes(prompt).decode()] = params
-        return complete(self, index, prompt, params)
+        return prompt
 
-    monkeypatch.setattr(engine, "_complete", note)
+    engine.answering = note
     return found
 
 
@@ -117,15 +116,22 @@ def test_sampling_that_cannot_work_is_a_malformed_line(generate, engine, samplin
 
 
 @pytest.mark.parametrize("interrupt_after", [None, 3])
-def test_each_prompt_is_encoded_once_and_chats_are_rendered_together(generate, monkeypatch, tmp_path, interrupt_after):
+def test_each_prompt_is_encoded_once_and_chats_are_rendered_together(generate, engine, tmp_path, interrupt_after):
     chats = [{"messages": [{"role": "user", "content": f"c{n}"}]} for n in range(3)]
     ids = [{"prompt_token_ids": [5]}]
     generate(lines=PROMPTS + chats + ids, interrupt_after=interrupt_after)
     finished = 0 if interrupt_after is None else 2  # and the ids: the stub answers the last ones first
     encoded, ahead = [], []
-    encode = StubTokenizer.encode
-    monkeypatch.setattr(StubTokenizer, "encode", lambda self, text, **o: encoded.append(text) or encode(self, text))
-    monkeypatch.setattr(StubTokenizer, "render_ahead", lambda self, chats: ahead.append(list(chats)))
+
+    class Noting(StubTokenizer):
+        def encode(self, text, **options):
+            encoded.append(text)
+            return super().encode(text, **options)
+
+        def render_ahead(self, conversations):
+            ahead.append(list(conversations))
+
+    engine.tokenizer_class = Noting
     result = generate("--overwrite" if interrupt_after is None else "", PROMPTS + chats + ids)
     assert result.exit_code == 0
     assert len(encoded) == len(set(encoded)) == 9 - finished
@@ -193,18 +199,18 @@ def test_malformed_time_limit_is_refused(run, engine, jsonl, value):
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "out"])
-def test_retry_failed_runs_failed_rows_of_an_output_again(generate, engine, monkeypatch, tmp_path, name):
+def test_retry_failed_runs_failed_rows_of_an_output_again(generate, engine, tmp_path, name):
     lines = [PROMPTS[0], {"prompt": "!fail one", "id": "x"}, PROMPTS[1], {"prompt": "!fail two"}]
     lines[0] = lines[0] | {"sampling": {"n": 2}}
     assert generate("", lines, name).exit_code == 1
     before = read_output(tmp_path / name)
-    complete, ran = engine._complete, []
+    ran = []
 
-    def heals(self, index, prompt, params):
+    def heals(prompt, params):
         ran.append(bytes(prompt))
-        return complete(self, index, prompt if prompt[-1:] == list(b"o") else prompt[1:], params)
+        return prompt if prompt[-1:] == list(b"o") else prompt[1:]
 
-    monkeypatch.setattr(engine, "_complete", heals)
+    engine.answering = heals
     result = generate("--retry-failed", lines, name)
     assert result.exit_code == 1
     assert sorted(ran) == [b"!fail one", b"!fail two"]

@@ -18,8 +18,8 @@ from .conftest import TINY_SWEEP, StubTokenizer
 
 
 @pytest.fixture
-def tokenizer(monkeypatch):
-    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: StubTokenizer())
+def tokenizer(use_tokenizer):
+    use_tokenizer(StubTokenizer())
 
 
 @pytest.fixture

@@ -62,6 +62,14 @@ def run(model: Path) -> Iterator[Run]:
         yield call
 
 
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations of the engines that are built."""
+    found, before = [], lm_eval_model.open_replicas
+    monkeypatch.setattr(lm_eval_model, "open_replicas", lambda config: found.append(config) or before(config))
+    return found
+
+
 @pytest.fixture(scope="module")
 def made(run: Run, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """A run of two tasks with its folder."""
@@ -119,10 +127,7 @@ def test_answers_and_keys_are_those_of_eval(made, model, tmp_path):
     assert samples[0] == samples[1]
 
 
-def test_options_of_the_engine_and_of_answers(run, model, tmp_path, monkeypatch):
-    built = []
-    before = lm_eval_model.open_replicas
-    monkeypatch.setattr(lm_eval_model, "open_replicas", lambda config: built.append(config) or before(config))
+def test_options_of_the_engine_and_of_answers(run, model, built):
     words = ("--batch_size", "4", "--trust_remote_code", "--gen_kwargs", "max_gen_toks=3")
     run(f"model={model},max_length=512,algorithm=ngram,draft_tokens=2,dtype=float32,prefix_cache=false", *words)
     (config,) = built
@@ -138,10 +143,7 @@ def test_gsm8k_needs_no_network(run, model, monkeypatch):
     assert "|gsm8k_platinum|      3|flexible-extract|     0|exact_match|" in found.stdout
 
 
-def test_device_and_seed_of_lm_eval(run, model, monkeypatch):
-    built: list[Any] = []
-    before = lm_eval_model.open_replicas
-    monkeypatch.setattr(lm_eval_model, "open_replicas", lambda config: built.append(config) or before(config))
+def test_device_and_seed_of_lm_eval(run, model, built):
     run(f"pretrained={model}", "--seed", "7", device="cuda:0")  # lm-eval's default, also without a GPU
     run(f"pretrained={model},seed=3", "--seed", "7")
     assert [(config.device, config.seed) for config in built] == [("auto", 7), ("cpu", 3)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import slow_but
 from targets import MTP, QUANTIZED, SIZES, TARGETS, TargetCheckpoint
 
 from specbatch import Engine, SpecbatchError
@@ -115,7 +116,13 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "keeps"), [*((name, True) for name in QUANTIZES), pytest.param("eagle3", False, id="dequantized")]
+    ("algorithm", "keeps"),
+    [
+        *slow_but(
+            [(name, True) for name in ("standalone", "eagle3", "mtp", "dflash2")], [(name, True) for name in QUANTIZES]
+        ),
+        pytest.param("eagle3", False, id="dequantized"),
+    ],
 )
 def test_the_tokens_are_the_targets(
     build: Build,

@@ -249,7 +249,7 @@ def test_graphs_are_captured_with_the_setting(fp8: bool) -> None:
         batch=SimpleNamespace(device=CPU),
         _fp8=fp8,
         _deterministic=False,
-        _warm_ups=list,
+        warm_ups=list,
     )
     assert DeviceWorker.record_graphs(worker, lambda done, total: None) == 2
     assert seen == [fp8] * 2

@@ -18,7 +18,7 @@ EVERY = [
     for case in lossless.cases(("v1", "v2", "v2-late"), ("eager", "whole", "both"))
     if not case.values[0].has_budget  # for one device
 ]
-QUICK = [case for case in EVERY if not case.marks][::20]
+QUICK = [case for case in EVERY if not case.marks][::40]
 SLOW = [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in EVERY if case not in QUICK]
 
 

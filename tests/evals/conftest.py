@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from specbatch.records.summarize import summarize
 from specbatch.sweeps.run.benchmark import Benchmark
 
 SPECIAL = {"<s>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
+_MARKS = f"({'|'.join(map(re.escape, SPECIAL))})"
 Reply = Callable[[str], str]
 
 
@@ -45,10 +47,8 @@ class FakeTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True, as_transformers: bool = False) -> list[int]:
         tokens = [self.bos_id] if add_special_tokens else []
-        while text:
-            special = next((mark for mark in SPECIAL if text.startswith(mark)), None)
-            tokens += [SPECIAL[special]] if special else list(text[0].encode())
-            text = text[len(special or text[0]) :]
+        for part in re.split(_MARKS, text):
+            tokens += [SPECIAL[part]] if part in SPECIAL else part.encode()
         return tokens
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:

@@ -10,7 +10,7 @@ import torch
 from targets import MTP, SPECULATIONS, Targets
 
 from specbatch.config.engine_config import EngineConfig, Speculation
-from specbatch.core.attention_metadata import _BoundDecode
+from specbatch.core.attention_metadata import BoundDecode
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.engine.device import acceptance
 from specbatch.engine.device.step import DecodeStep
@@ -24,7 +24,7 @@ def config_of(targets: Targets, patch: pytest.MonkeyPatch, target: str, drafter:
     EngineConfig, and `schedule`."""
     speculation = {"schedule": changes.pop("schedule", "v2"), **SPECULATIONS[drafter]}
     if speculation.get("algorithm") == "eagle":
-        speculation["draft"] = targets._eagle(target)
+        speculation["draft"] = targets.eagle(target)
     dummy = speculation.get("draft") == "dummy" or (drafter.startswith("mtp") and target not in MTP)
     patch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: targets.checkpoint(model))
     settings = {"page_size": 4, "device": "cpu", "load_format": "dummy" if dummy else "auto"} | changes
@@ -143,7 +143,7 @@ def wrong_block_scale(patch: pytest.MonkeyPatch, factor: float = 2.0, layer: int
 
 def state_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
     """The state of the first recurrent layer advances over rejected drafts, too."""
-    recur = _BoundDecode.recur
+    recur = BoundDecode.recur
 
     def ahead(self: Any, layer: int, projected: Any, mixer: Any) -> Any:
         states = self.cache.states
@@ -153,4 +153,4 @@ def state_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
         every = StateReplay(self.metadata.slots, (count > 0) * rows, states._kept, self.metadata.ancestors)
         return mixer.verify(projected, states.layers[layer], every)
 
-    patch.setattr(_BoundDecode, "recur", ahead)
+    patch.setattr(BoundDecode, "recur", ahead)

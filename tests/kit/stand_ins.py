@@ -42,7 +42,7 @@ class FakeRecorder:
 def fake_graphs(patch: pytest.MonkeyPatch, recorder: type[FakeRecorder] = FakeRecorder) -> None:
     """Engines on a CPU accept graphs, and record them with `recorder`."""
     patch.setattr("specbatch.engine.setup.builder.Recorder", recorder)
-    patch.setattr("specbatch.engine.setup.prepare._check_device", lambda config, device: None)
+    patch.setattr("specbatch.engine.setup.prepare.check_device", lambda config, device: None)
 
 
 def late_results(patch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from opening import opening
 from quantized_weights import FORMATS
 from safetensors.torch import save_file
 
@@ -353,7 +353,7 @@ class Targets:
         """algorithm: one of SPECULATIONS; more: of its settings; changes: settings of EngineConfig."""
         settings = SPECULATIONS[algorithm] | (more or {})
         if settings.get("algorithm") == "eagle":
-            settings["draft"] = self._eagle(name)
+            settings["draft"] = self.eagle(name)
         config = {"max_running": 4, "max_model_len": 44, "page_size": 4, "device": "cpu"} | changes
         config.setdefault("load_format", "dummy" if settings.get("draft") == "dummy" else "auto")
         config = {"speculation": Speculation(**settings, schedule=schedule)} | config
@@ -361,12 +361,11 @@ class Targets:
         def opened(model: str, *_: Any, **__: Any) -> TargetCheckpoint:
             return self.checkpoint(model, 3) if algorithm.startswith("mtp-layers") else self.checkpoint(model)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("specbatch.weights.open_checkpoint", opened)
+        with opening(opened):
             return Engine(EngineConfig(model=name, **config), log=log, report=report)
 
     @cache  # noqa: B019
-    def _eagle(self, name: str) -> str:
+    def eagle(self, name: str) -> str:
         folder = self._folder / name
         folder.mkdir()
         return self.checkpoint(name).eagle_head(folder)

@@ -184,7 +184,7 @@ def test_each_replica_has_devices_of_its_own(
     if visible is not None:
         monkeypatch.setenv(process.VISIBLE, visible)
     config = EngineConfig(device="cuda", tensor_parallel=each, data_parallel=len(wanted))
-    assert [settings[process.VISIBLE] for settings in process.LocalProcesses(config)._settings] == wanted
+    assert [settings[process.VISIBLE] for settings in process.LocalProcesses(config).settings] == wanted
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_ranks_of_replicas_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     made = process.LocalProcesses(EngineConfig(device="cpu", data_parallel=2, tensor_parallel=2))
-    assert made._settings == [{"OMP_NUM_THREADS": "2"}] * 2
+    assert made.settings == [{"OMP_NUM_THREADS": "2"}] * 2
 
 
 def see_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -198,7 +198,7 @@ def test_clusters_that_are_too_small_or_do_not_answer_are_refused(
         (Cluster("local"), 4, "workers='1': 1 worker would need 4 CPUs, and this machine has 2; use the address of a"),
     ):
         with pytest.raises(SpecbatchError, match=message):
-            ray_cluster._check_size(cluster, {"CPU": each}, {"CPU": 2.0})
+            ray_cluster.check_size(cluster, {"CPU": each}, {"CPU": 2.0})
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with (
         pytest.raises(SpecbatchError, match=r"address='127.0.0.1:9': nothing answers at 127.0.0.1:9 \(.*refused"),
@@ -213,8 +213,8 @@ This process on node 127.0.0.1 was started with:
     Python: 3.12.1
 """
     works = "the cluster has Ray 2.9.0 and Python 3.11.7, and this process Ray 3.0 and Python 3.12.1; install the same"
-    assert ray_cluster._why_not(mismatch).startswith(works)
-    assert "no head node of Ray" in ray_cluster._why_not("Failed to connect to Ray cluster at 127.0.0.1:7000")
+    assert ray_cluster.why_not(mismatch).startswith(works)
+    assert "no head node of Ray" in ray_cluster.why_not("Failed to connect to Ray cluster at 127.0.0.1:7000")
 
 
 def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

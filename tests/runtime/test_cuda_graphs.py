@@ -118,7 +118,7 @@ def test_sampling_graph_is_recorded_by_its_first_request(toy: Any, graph_engine:
         engine = graph_engine(max_running=1)
         for item in first:
             engine.generate([prompt], item)
-        recorder = engine.parts.worker.graphs._recorder
+        recorder = engine.parts.worker.graphs.recorder
         before = recorder.recorded
         [replayed] = engine.generate([prompt], params)
         assert replayed.token_ids == plain.token_ids
@@ -233,7 +233,7 @@ def test_a_rehearsal_changes_nothing(
     def compile_kernels(worker: DeviceWorker, report: Any) -> None:
         state = worker.batch.tokens, worker.batch.lengths, worker.decode_step.cache.keys
         before = [item.clone() for item in state]
-        compile_ahead([item.capture() for item in worker.recordings()], worker._warm_ups(), report)
+        compile_ahead([item.capture() for item in worker.recordings()], worker.warm_ups(), report)
         assert all(torch.equal(*pair) for pair in zip(before, state, strict=True))
         seen.extend(before)
 
@@ -247,10 +247,11 @@ def test_a_rehearsal_changes_nothing(
 
 
 def test_layers_that_are_alike_are_warmed_once(graph_engine: Callable[..., Any]) -> None:
-    forward = graph_engine().parts.worker.forwards["target"]
-    assert len(forward._model.layers) == 4
-    assert forward._unlike(4) == [0, 2, 3]  # the one before the last layer has another program after it
-    assert forward._unlike(1) == [0]
+    worker = graph_engine().parts.worker
+    forward = worker.forwards["target"]
+    assert len(worker.decode_step.model.layers) == 4
+    assert forward.unlike(4) == [0, 2, 3]  # the one before the last layer has another program after it
+    assert forward.unlike(1) == [0]
 
 
 def test_log_says_how_long_the_start_took(graph_engine: Callable[..., Any]) -> None:
@@ -393,7 +394,7 @@ def test_short_passes_with_and_without_prefixes_are_one_graph(
     pairs = [(prompt[:2], prompt[2:]) for prompt in prompts if len(prompt) > 2]
     wanted = graph_engine(graphs=Graphs()).score(pairs)
     monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: FromTables())
-    monkeypatch.setattr("specbatch.runtime.prefill_forward._most_spans", lambda bucket: 3)
+    monkeypatch.setattr("specbatch.runtime.prefill_forward.most_spans", lambda bucket: 3)
     load, loaded = StaticRaggedBatch.load, list[tuple[bool, int]]()
 
     def noted(self: StaticRaggedBatch, spans: RaggedBatch, *, given: bool) -> None:

@@ -117,13 +117,13 @@ KINDS = {"eagle": "eagle", "token": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
 
 
 @pytest.fixture
-def table_engine(toy: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+def table_engine(toy: Any, write: Any, use_checkpoints: Any) -> Callable[..., Engine]:
     """`table_engine(kind, schedule, count, **settings)`; count: tokens to draft, None for the default."""
 
     def build(kind: str, schedule: str = "v2", count: Any = None, **settings: Any) -> Engine:
         shape = {name: settings.pop(name) for name in ("draft_steps", "draft_topk") if name in settings}
         table = Table(toy.tokenizer)
-        monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda *_, **__: table)
+        use_checkpoints(lambda *_, **__: table)
         config = sizes(draft_vocab_size=COUNT - 1, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
         draft = None if kind == "mtp" else write(config, head(kind))
         settings = {"max_running": 8, "max_model_len": 120, "page_size": 4} | settings

@@ -12,9 +12,8 @@ from specbatch.sweeps.check.referee import Referee, plan_referee
 
 
 @pytest.fixture
-def config(toy: Any, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    checkpoint = type(toy.checkpoint)
-    monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: checkpoint(model))
+def config(open_toy: Any, use_checkpoints: Any) -> EngineConfig:
+    use_checkpoints(open_toy)
     return EngineConfig(model="toy", device="cpu", dtype="bfloat16")
 
 
@@ -22,7 +21,7 @@ def config(toy: Any, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
 def test_referee_is_the_model(
     toy: Any, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, name: str, close: float
 ) -> None:
-    monkeypatch.setattr(referee, "_LOGIT_ROWS", 3)
+    monkeypatch.setattr(referee, "LOGIT_ROWS", 3)
     prompt, answer = toy.prompts()[8], [5, 9, 30, 4]
     found = Referee(plan_referee(config, name), 64)
     places = found.judge(prompt, answer)

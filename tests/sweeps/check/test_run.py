@@ -39,10 +39,9 @@ COUNT, TOKENS = 6, 15
 
 
 @pytest.fixture
-def check(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CheckReport]:
+def check(toy: Any, open_toy: Any, tmp_path: Path, use_checkpoints: Any) -> Callable[..., CheckReport]:
     """`check(speculation, graphs, **settings of CheckOptions)` over the toy model and, by default, its prompts."""
-    checkpoint = type(toy.checkpoint)
-    monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: checkpoint(model))
+    use_checkpoints(open_toy)
     source = tmp_path / "in.jsonl"
     prompts = toy.prompts()[:COUNT]
     source.write_text(

@@ -152,8 +152,7 @@ def test_what_cannot_run_among_several_is_named(tmp_path: Path) -> None:
         dry_run(grid(tmp_path, "kv_pages", [3, 40], {}), OPTIONS, None)
 
 
-def test_a_dry_run_knows_the_number_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.engine.ranks.ranks.find_device", torch.device)
+def test_a_dry_run_knows_the_number_of_gpus(tmp_path: Path, any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     configs = grid(tmp_path, "tensor_parallel", [1, 2], {})
     for name, config in configs.items():

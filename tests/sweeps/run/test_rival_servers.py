@@ -21,9 +21,9 @@ SOMETIMES = ((3, 2), (0, 0), (3, 3))  # as n-gram lookup drafts
 
 
 @pytest.fixture(autouse=True)
-def tokenizer(monkeypatch):
+def tokenizer(use_tokenizer):
     opened = types.SimpleNamespace(name="org/toy", vocab_size=256, eos_ids=frozenset(), bos_id=1)
-    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: opened)
+    use_tokenizer(opened)
 
 
 def measured(server: Rival, tokens: int = 10, count: int = 4, **settings):
