@@ -19,7 +19,7 @@ from typer import Context, Option
 
 from specbatch.cli.help import HELP_ALL
 from specbatch.config.acceptance_profile import read_profile
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import BATCH, CACHE, EXECUTION, MODEL, EngineConfig, Graphs, Speculation
 from specbatch.config.field_errors import did_you_mean
 from specbatch.config.values import layers
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
@@ -80,15 +80,7 @@ def _completion(name: str, choices: tuple[str, ...]) -> Callable[[str], list[str
     return complete
 
 
-_MODEL, _SPECULATION, _BATCH, _EXECUTION = "Model", "Speculation", "Batch and memory", "Execution"
-_CACHE, _SAMPLING = "Cache and quantization", "Sampling"
-_PANELS = {
-    **dict.fromkeys(("model", "device", "dtype", "load_format", "tokenizer"), _MODEL),
-    **dict.fromkeys(
-        ("max_running", "max_model_len", "page_size", "kv_pages", "memory_fraction", "prefill_chunk"), _BATCH
-    ),
-    **dict.fromkeys(("prefix_cache", "kv_dtype", "fp8_activations", "state_dtype", "deterministic"), _CACHE),
-}
+_SPECULATION, _SAMPLING = "Speculation", "Sampling"  # boxes of --help
 _LONGEST_METAVAR = 24  # a longer one takes the width of the terminal from the help texts
 # Option: type, default, and text to append to the help of the field.
 _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
@@ -121,9 +113,9 @@ def _derived() -> dict[str, DerivedOption]:
         SPECS,
     )
     speculation = {"spec": spec} | options_of(Speculation, _SPECULATION, without=("schedule",))
-    engine = options_of(EngineConfig, _EXECUTION, _PANELS, without=("speculation", "graphs"))
-    engine |= options_of(Graphs, _EXECUTION, suffix="_graph")
-    order = (_MODEL, _SPECULATION, _BATCH, _CACHE, _EXECUTION)
+    engine = options_of(EngineConfig, EXECUTION, without=("speculation", "graphs"))
+    engine |= options_of(Graphs, EXECUTION, suffix="_graph")
+    order = (MODEL, _SPECULATION, BATCH, CACHE, EXECUTION)
     return dict(sorted((engine | speculation).items(), key=lambda item: order.index(item[1].panel or "")))
 
 

@@ -25,6 +25,7 @@ ATTENTION_BACKENDS = ("auto", "triton", "torch", "flashinfer", "flash-attn")
 CORPUS_MIN, CORPUS_MIN_SAMPLED = 4, 8  # tokens; the second where the algorithm samples drafts
 KV_DTYPES = ("auto", "fp8")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
+MODEL, BATCH, CACHE, EXECUTION = "Model", "Batch and memory", "Cache and quantization", "Execution"  # boxes of --help
 # For help texts.
 _ALIASES = "; ".join(
     f"{name}: another name for {entry.alias_of}" for name, entry in ALGORITHMS.items() if entry.alias_of
@@ -405,49 +406,55 @@ class EngineConfig:
     model: str = setting(
         "smollm2-135m",
         "Known name, hub id, folder or .gguf file; for dummy weights, a named shape or a config.json.",
+        panel=MODEL,
     )
-    device: str = setting("auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N.")
+    device: str = setting("auto", "auto (CUDA if there is a GPU), cpu, cuda or cuda:N.", panel=MODEL)
     tensor_parallel: int = setting(1, "Divide the model over N devices of this machine.", whole(1))
     data_parallel: int = setting(
         1, "Run N replicas of the model, each on devices of its own, on one queue of prompts.", whole(1)
     )
     dtype: str = setting(
-        "auto", "Data type of the computation. auto: float32 on a CPU, the checkpoint's dtype on a GPU.", choices=DTYPES
+        "auto",
+        "Data type of the computation. auto: float32 on a CPU, the checkpoint's dtype on a GPU.",
+        choices=DTYPES,
+        panel=MODEL,
     )
     load_format: str = setting(
-        "auto", "dummy: random weights, for a named shape or a config.json.", choices=LOAD_FORMATS
+        "auto", "dummy: random weights, for a named shape or a config.json.", choices=LOAD_FORMATS, panel=MODEL
     )
     tokenizer: str | None = setting(
-        None, "Known name, folder, .gguf file or hub id of a tokenizer to use instead of the model's own."
+        None, "Known name, folder, .gguf file or hub id of a tokenizer to use instead of the model's own.", panel=MODEL
     )
-    max_running: int = setting(32, "Requests that decode at the same time.", whole(1))
+    max_running: int = setting(32, "Requests that decode at the same time.", whole(1), panel=BATCH)
     max_model_len: int | None = setting(
-        None, "Maximum prompt + output, in tokens. Default: the model's context length.", whole(2)
+        None, "Maximum prompt + output, in tokens. Default: the model's context length.", whole(2), panel=BATCH
     )
-    page_size: int = setting(16, "Tokens per KV page.", whole(1))
+    page_size: int = setting(16, "Tokens per KV page.", whole(1), panel=BATCH)
     kv_pages: int | None = setting(
         None,
         "Pages in the KV pool. Default: enough for max_running requests of full length, limited by memory.",
         whole(2),
+        panel=BATCH,
     )
     memory_fraction: float = setting(
         0.8,
         "Share of the device's free memory for weights and KV pages.",
         number(lambda share: 0 < share <= 1, "use a fraction above 0 and up to 1"),
+        panel=BATCH,
     )
-    prefill_chunk: int = setting(2048, "Maximum number of prompt tokens computed in one step.", whole(1))
+    prefill_chunk: int = setting(2048, "Maximum number of prompt tokens computed in one step.", whole(1), panel=BATCH)
     prefix_cache: bool = setting(
-        True, "Keep the KV pages of finished prompts for later ones with the same prefix.", FLAG
+        True, "Keep the KV pages of finished prompts for later ones with the same prefix.", FLAG, panel=CACHE
     )
     kv_dtype: str = setting(
-        "auto", "Data type of the KV cache. auto: the model's dtype. fp8: FP8 (e4m3).", choices=KV_DTYPES
+        "auto", "Data type of the KV cache. auto: the model's dtype. fp8: FP8 (e4m3).", choices=KV_DTYPES, panel=CACHE
     )
     fp8_activations: bool = setting(
-        True,
-        "For FP8 weights: quantize activations to FP8 as well, and run GEMMs in FP8.",
-        FLAG,
+        True, "For FP8 weights: quantize activations to FP8 as well, and run GEMMs in FP8.", FLAG, panel=CACHE
     )
-    state_dtype: str = setting("fp32", "Data type of the matrix states of recurrent layers.", choices=STATE_DTYPES)
+    state_dtype: str = setting(
+        "fp32", "Data type of the matrix states of recurrent layers.", choices=STATE_DTYPES, panel=CACHE
+    )
     attention_backend: str = setting(
         "auto", "Attention backend for prompts. auto: the fastest one installed.", choices=ATTENTION_BACKENDS
     )
@@ -459,6 +466,7 @@ class EngineConfig:
         "Tokens and log-probabilities of a request do not depend, in any bit, on the draft, the batch, the schedule, "
         "chunks or cached prefixes. On CPUs, and on Hopper GPUs with some models.",
         FLAG,
+        panel=CACHE,
     )
     seed: int = setting(
         0, "Seed for requests that have none, for random prompts and for dummy weights.", whole(0, MOST_SEED)

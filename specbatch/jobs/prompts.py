@@ -1,4 +1,6 @@
-"""Reads prompts from JSONL, with one object per line, or from the rows of a data set, in one of four forms.
+"""Reads prompts from JSONL or the rows of a data set, and builds the text of each: of GSM8K questions, messages, ...
+
+A line or row is an object in one of four forms:
 
 {"prompt": "text"}                                   continued as it is
 {"prompt_token_ids": [1, 2, 3]}                      token ids, not tokenized again

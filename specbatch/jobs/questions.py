@@ -1,4 +1,4 @@
-"""Questions with reference answers: JSONL files, and the GSM8K sets bundled with the package.
+"""Loads questions with reference answers: JSONL files, and the GSM8K sets bundled with the package.
 
 Each line of a file is one JSON object with `question` and `answer`.
 """

@@ -1,4 +1,4 @@
-"""Memory plan of an engine: sizes of the KV pool and the longest request, computed before anything is loaded."""
+"""Computes how many KV pages an engine gets, and its longest request, from free memory, before anything is loaded."""
 
 from __future__ import annotations
 

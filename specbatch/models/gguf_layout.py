@@ -1,8 +1,8 @@
 """How GGUF files hold the models of a family: names of tensors, and settings that a config.json would have.
 
-A family's module has `GGUF`, a `GgufLayout` for each `general.architecture` that it reads. Names and keys are those of
-the `gguf` package; what files do not state is what llama.cpp computes for the architecture
-(https://github.com/ggml-org/llama.cpp, `convert_hf_to_gguf.py` and `src/llama-model.cpp`).
+`weights.gguf_file` reads files by them. A family's module has `GGUF`, a `GgufLayout` for each `general.architecture`
+that it reads. Names and keys are those of the `gguf` package; what files do not state is what llama.cpp computes for
+the architecture (https://github.com/ggml-org/llama.cpp, `convert_hf_to_gguf.py` and `src/llama-model.cpp`).
 """
 
 from __future__ import annotations

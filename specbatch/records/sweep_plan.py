@@ -1,4 +1,4 @@
-"""The folder of a sweep: its plan, its points, and which of them are finished.
+"""The folder of a sweep: its plan, its points in the order of interleaved rounds, and which of them are finished.
 
 folder/sweep.json, folder/<configuration>/c<concurrency>/r<repeat>/record.json, requests.jsonl
 """

@@ -1,4 +1,4 @@
-"""GGUF files: metadata as a config.json, tensors under their checkpoint names.
+"""GGUF files: reads their metadata as a config.json, and renames their tensors to checkpoint names.
 
 Unknown architectures, rope scalings and tensors are refused: ignoring them would compute another model.
 """

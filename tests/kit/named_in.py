@@ -32,6 +32,8 @@ def _texts_of(path: Path) -> set[str]:
         for field in ("id", "name", "attr", "arg", "module", "asname"):
             if isinstance(text := getattr(node, field, None), str):
                 found.add(text)
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{item.name}" for item in node.names}
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
     return found - {text for node in ast.walk(tree) for text in _docstring(node)}

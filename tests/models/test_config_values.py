@@ -65,7 +65,7 @@ READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
     ),
 }
 # Every string literal of the readers, and more.
-_SOURCES = Path(specbatch.models.__path__[0]).glob("*.py")
+_SOURCES = Path(specbatch.models.__path__[0]).rglob("*.py")
 WORDS = sorted({word for path in _SOURCES for word in re.findall(r'"(\w+)"', path.read_text())} | {"false", "M*-E"})
 LEAVES = (
     st.sampled_from([None, True, False, 0, 1, 2, 7, 16, 64, -1, 10**12, 10**400])

@@ -191,7 +191,7 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
 
 def of_target(name: str) -> Any:
     """The model of transformers for a target of the lossless matrix."""
-    config = TARGET_SIZES | TARGETS[name] | {"vocab_size": VOCABULARY}
+    config = TARGET_SIZES | TARGETS[name] | {"vocab_size": VOCABULARY, "pad_token_id": None}
     model = getattr(hf, config.pop("architectures")[0])
     return model(model.config_class(**config))
 

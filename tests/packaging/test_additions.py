@@ -1,4 +1,4 @@
-"""An addition touches few files: no other part of the product names an algorithm or a family, or imports a format.
+"""An addition touches few files: no other part of the product names an algorithm, a family or a format.
 
 Each exception has its reason. Without one, a fact about the addition belongs into its modules or its registry entry.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pytest
 from named_in import files_naming
+from targets import TARGETS
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
-from specbatch.models.config import family_modules
-from specbatch.models.formats.fp8 import FP8Weights
+from specbatch.models.config import FAMILIES, family_modules
 from specbatch.models.formats.registry import FORMATS
 
 COMMANDS = ("specbatch/cli/options.py", "specbatch/config/engine_config.py", "sweeps/run/configurations.py")
-MICROBENCHMARKS = ("sweeps/microbench/acceptance.py", "sweeps/microbench/accept.py", "sweeps/microbench/equal_rows.py")
+MICROBENCHMARKS = ("sweeps/microbench/acceptance.py", "sweeps/microbench/equal_rows.py")
 # Algorithm -> why files name it -> these files.
 ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "ngram": {
@@ -89,9 +89,20 @@ FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "glm4_moe": {"its MTP layer": ("specbatch/models/heads/layer_mtp.py",)},
     "lfm2": {"the name of its tokenizer": ("specbatch/weights/gguf_tokenizer.py",)},
 }  # fmt: skip
-# Quantization format -> why files import its modules -> these files. FP8 is not counted: it is also a type of
-# activations, of KV caches and of drafts.
+# Architecture of config.json -> the same.
+ARCHITECTURE_IN: dict[str, dict[str, tuple[str, ...]]] = {
+    "LlamaForCausalLM": {
+        "random weights of a head": ("specbatch/drafters/head_checks.py",),
+        "a benchmark": ("sweeps/microbench/job_memory.py",),
+    },
+}
+# Quantization format -> the same. FP8 is also a type of activations and of KV caches: only imports of its format count.
 FORMAT_IN: dict[str, dict[str, tuple[str, ...]]] = {
+    "fp8": {
+        "drafts in FP8": (
+            "specbatch/engine/setup/memory_plan.py", "specbatch/models/weight_reader.py", "specbatch/runtime/loader.py",
+        ),
+    },
     "int4": {
         "GEMMs of experts": ("kernels/moe/experts_triton.py",),
         "a benchmark": ("sweeps/microbench/gemm.py", "sweeps/microbench/gemm_tiles.py"),
@@ -99,9 +110,10 @@ FORMAT_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "mxfp4": {
         "GEMMs of experts": ("kernels/moe/experts_triton.py",),
         "the experts of gpt-oss": ("specbatch/models/families/gpt_oss.py",),
+        "experts of GGUF files": ("specbatch/models/gguf_layout.py", "specbatch/weights/gguf_tensors.py"),
         "a benchmark": ("sweeps/microbench/moe.py",),
     },
-}
+}  # fmt: skip
 
 
 def unexplained(name: str, own: set[str], reasons: dict[str, tuple[str, ...]]) -> set[str]:
@@ -119,6 +131,14 @@ def test_files_that_name_an_algorithm(name: str) -> None:
     assert unexplained(name, own, ALGORITHM_IN.get(name, {})) == set()
 
 
+@pytest.mark.parametrize(
+    "architecture", sorted(FAMILIES.keys() | {name for item in TARGETS.values() for name in item["architectures"]})
+)
+def test_files_that_name_an_architecture(architecture: str) -> None:
+    found = unexplained(architecture, {"specbatch/models/config.py"}, ARCHITECTURE_IN.get(architecture, {}))
+    assert {path for path in found if not path.startswith("specbatch/models/families/")} == set()
+
+
 @pytest.mark.parametrize("module", family_modules())
 def test_files_that_name_a_family(module: str) -> None:
     name = module.rpartition(".")[2]
@@ -126,10 +146,9 @@ def test_files_that_name_a_family(module: str) -> None:
     assert {path for path in found if not path.startswith("specbatch/models/families/")} == set()  # some extend others
 
 
-@pytest.mark.parametrize("module", [form.__module__ for form in FORMATS if form is not FP8Weights])
-def test_files_that_import_a_format(module: str) -> None:
+@pytest.mark.parametrize("module", [form.__module__ for form in FORMATS])
+def test_files_that_name_a_format(module: str) -> None:
     name = module.rpartition(".")[2]
     own = {"specbatch/models/formats/registry.py", f"specbatch/models/formats/{name}.py"}
-    for room in ("formats", "quantized"):
-        found = unexplained(f"{room}.{name}", own, FORMAT_IN.get(name, {}))
-        assert {path for path in found if not path.startswith("kernels/gemm/quantized/")} == set()  # its kernels
+    found = unexplained("formats.fp8" if name == "fp8" else name, own, FORMAT_IN.get(name, {}))
+    assert {path for path in found if not path.startswith("kernels/gemm/quantized/")} == set()  # its kernels

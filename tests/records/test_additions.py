@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from named_in import files_naming
+
+from specbatch.records.request_metrics import OF_REQUESTS
+from specbatch.records.step_metrics import OF_STEPS
+from specbatch.records.steps import Counters
 
 ROOT = Path(__file__).parents[2]
+# Why files name metrics -> these files.
+CHOSEN_IN: dict[str, tuple[str, ...]] = {
+    "columns of a table of its own": (
+        "evals/few_shot.py", "evals/grid_table.py", "evals/lm_eval_files.py", "sweeps/bench/limits.py",
+        "sweeps/bench/one_batch.py", "sweeps/bench/sections.py", "sweeps/microbench/acceptance.py",
+        "sweeps/report/acceptance.py", "sweeps/report/serving.py", "sweeps/report/tables.py",
+    ),
+    "lines of a summary": ("evals/report.py", "specbatch/cli/generate.py", "specbatch/engine/trace.py"),
+    "plots, notes and sentences": tuple(
+        f"sweeps/report/{name}.py" for name in ("notes", "plots", "points", "sentences")
+    ),
+    "what is compared first": ("specbatch/records/runs.py", "sweeps/report/compare.py"),
+    "measured there, or read from a server": (
+        "specbatch/engine/record_window.py", "specbatch/engine/scoring.py", "specbatch/records/objectives.py",
+        "sweeps/http/engine.py", "sweeps/http/server_counters.py",
+    ),
+    "an example in the documentation": ("sweeps/report/records_page.py",),
+    "a setting of the same name": ("sweeps/workload/workloads.py",),
+}  # fmt: skip
 # Adds an entry before anything else reads the registry, then asks for the metric wherever it should be.
 ADDED = """
 import sys
@@ -77,5 +102,16 @@ def test_all_follows_from_an_entry(tmp_path: Path, module: str, registry: str, s
 
 @pytest.mark.parametrize("key", ["first_draft_accept_rate", "corpus_accept_rate"])
 def test_a_metric_is_named_in_one_file(key: str) -> None:
-    files = [path for folder in ("specbatch", "evals", "sweeps") for path in (ROOT / folder).rglob("*.py")]
-    assert [path.name for path in files if f'"{key}"' in path.read_text()] == ["request_metrics.py"]
+    assert files_naming(key) == {"specbatch/records/request_metrics.py"}
+
+
+def test_files_that_choose_metrics_by_name() -> None:
+    """All others read the registry. Counts and times of steps are not counted, as fields have their names, nor is the
+    accept length, which is everywhere."""
+    keys = {
+        metric.key for metric in (*OF_REQUESTS, *OF_STEPS) if metric.decimals and metric.unit not in ("s", "tokens")
+    }
+    keys -= {"accept_length", *(item.name for item in fields(Counters))}
+    named = set[str]().union(*map(files_naming, keys))
+    own = {"specbatch/records/request_metrics.py", "specbatch/records/step_metrics.py"}
+    assert named - own == {path for paths in CHOSEN_IN.values() for path in paths}

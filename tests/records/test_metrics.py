@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specbatch.records.bench_metrics import OF_BENCH
 from specbatch.records.metrics import METRICS, RELATIVE, glossary
+from specbatch.records.request_metrics import OF_REQUESTS
 from specbatch.records.run_totals import percentile_name
+from specbatch.records.step_metrics import OF_STEPS
 from specbatch.records.steps import Counters
 from specbatch.records.summarize import step_metrics
 
@@ -23,6 +26,7 @@ def test_an_engine_counts_what_metrics_of_steps_read() -> None:
 def test_names_are_unique_and_definitions_are_sentences() -> None:
     headings = [metric.heading for metric in METRICS.values()]
     assert not METRICS.keys() & RELATIVE.keys()
+    assert len(METRICS) == len((*OF_REQUESTS, *OF_STEPS, *OF_BENCH))
     assert len(set(headings)) == len(headings)
     for name, text in glossary():
         assert text.endswith("."), name

@@ -1,4 +1,4 @@
-"""The memory plan of an engine: what its models, caches, activations and graphs take of the memory that is free."""
+"""What the models, caches, activations and graphs of an engine take of memory: arguments of `memory.planner`."""
 
 from __future__ import annotations
 
