@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import slow_but
-from engine_faults import config_of
+from engine_faults import config_of, every_draft_accepted
 from scipy import stats
 from targets import Targets
 
@@ -78,17 +78,6 @@ def test_check_that_tests_no_verify_fails(check: Any) -> None:
     assert "PASSED" not in bare.markdown() + idle.markdown()
 
 
-def accept_everything(patch: pytest.MonkeyPatch) -> None:
-    accept = acceptance.accept_ref
-
-    def accepted(logits: Any, proposal: Any, *others: Any) -> Any:
-        found = acceptance.RefResult(*accept(logits, proposal, *others))
-        tokens = torch.cat([proposal.tokens, found.tokens[:, -1:]], 1)
-        return found._replace(tokens=tokens, accepted=torch.full_like(found.accepted, proposal.tokens.shape[1]))
-
-    patch.setattr(acceptance, "accept_ref", accepted)
-
-
 def residual_is_the_target(patch: pytest.MonkeyPatch) -> None:
     """A rejected draft is replaced by a sample from p, not from max(p - q, 0)."""
     sample, flat = acceptance._rejection_sample, torch.Tensor.clamp
@@ -115,7 +104,7 @@ def residual_is_not_normalized(patch: pytest.MonkeyPatch) -> None:
 
 
 RULES = {
-    "accepts everything": accept_everything,
+    "accepts everything": every_draft_accepted,
     "residual is the target": residual_is_the_target,
     "residual is not normalized": residual_is_not_normalized,
 }
