@@ -19,14 +19,12 @@ from specbatch.kernels.gemm.linear import Linear
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 
-def config_of(targets: Targets, patch: pytest.MonkeyPatch, target: str, drafter: str, **changes: Any) -> EngineConfig:
-    """An engine of one of `TARGETS` with one of `SPECULATIONS`; engines find the checkpoints in memory. changes: of
-    EngineConfig, and `schedule`."""
+def config_of(targets: Targets, target: str, drafter: str, **changes: Any) -> EngineConfig:
+    """An engine of one of `TARGETS` with one of `SPECULATIONS`. changes: of EngineConfig, and `schedule`."""
     speculation = {"schedule": changes.pop("schedule", "v2"), **SPECULATIONS[drafter]}
     if speculation.get("algorithm") == "eagle":
         speculation["draft"] = targets.eagle(target)
     dummy = speculation.get("draft") == "dummy" or (drafter.startswith("mtp") and target not in MTP)
-    patch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: targets.checkpoint(model))
     settings = {"page_size": 4, "device": "cpu", "load_format": "dummy" if dummy else "auto"} | changes
     return EngineConfig(model=target, speculation=Speculation(**speculation), **settings)
 

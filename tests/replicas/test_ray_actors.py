@@ -26,8 +26,6 @@ PARAMS = SamplingParams(max_new_tokens=12, temperature=0.8, ignore_eos=True)
 
 @pytest.fixture
 def ray(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    for place in (ray_actors, ray_cluster):
-        monkeypatch.setattr(place, "node", lambda: "10.0.0.7")
     monkeypatch.setattr(ray_actors, "POLL_S", 0.05)
     monkeypatch.setattr(ray_actors, "PATIENCE_S", 0.05)
     return fake_ray

@@ -37,11 +37,13 @@ DRAFTERS = (
 
 
 @pytest.fixture
-def check(targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SampledReport]:
+def check(targets: Targets, tmp_path: Path, use_checkpoints: Any) -> Callable[..., SampledReport]:
     """`check(name of SPECULATIONS, **settings of CheckOptions)` over a tiny Llama."""
 
+    use_checkpoints(lambda model, *_, **__: targets.checkpoint(model))
+
     def call(name: str, **options: Any) -> SampledReport:
-        config = config_of(targets, monkeypatch, "llama", name, max_running=100, max_model_len=64)
+        config = config_of(targets, "llama", name, max_running=100, max_model_len=64)
         source = tmp_path / "in.jsonl"
         source.write_text(json.dumps({"prompt_token_ids": targets.prompts("llama")[4]}) + "\n")
         options = {"source": source, "sampled": True, "seeds": 250, "concurrency": 100} | options
