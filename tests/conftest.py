@@ -420,13 +420,6 @@ def use_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices are taken by their name, as on a machine that has them."""
-    for module in ("engine.ranks.ranks", "runtime.device"):
-        monkeypatch.setattr(f"specbatch.{module}.find_device", torch.device)
-
-
-@pytest.fixture
 def short_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chat templates have a small part of the usual time, so that what ignores the limit is seen soon."""
     monkeypatch.setattr("specbatch.text.chat_template.CPU_SECONDS", 0.3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -194,14 +193,14 @@ class StubEngine:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
+def engine(use_packages: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     """The stub instead of the engine, a stub of the model registry, and an empty working folder."""
 
     class Engine(StubEngine): ...
 
     module = types.ModuleType("specbatch.engine.engine")
     module.Engine = Engine  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "specbatch.engine.engine", module)
+    use_packages({"specbatch.engine.engine": module})
     monkeypatch.setattr("specbatch.engine.setup.prepare.prepare", lambda config, say: Engine.preparing(config))
     monkeypatch.setattr("specbatch.sweeps.run.loading.shared_pages", lambda configs: None)
     monkeypatch.chdir(tmp_path)

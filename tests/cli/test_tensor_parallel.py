@@ -56,7 +56,6 @@ def test_sizes_that_do_not_work_are_refused(
     message: str,
 ) -> None:
     if "cuda" in options:
-        request.getfixturevalue("any_device")
         request.getfixturevalue("use_gpus")(2)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: first < second)
     head = {

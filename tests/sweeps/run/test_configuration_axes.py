@@ -151,7 +151,7 @@ def test_what_cannot_run_among_several_is_named(tmp_path: Path) -> None:
         dry_run(grid(tmp_path, "kv_pages", [3, 40], {}), OPTIONS, None)
 
 
-def test_a_dry_run_knows_the_number_of_gpus(tmp_path: Path, any_device: None, use_gpus: Any) -> None:
+def test_a_dry_run_knows_the_number_of_gpus(tmp_path: Path, use_gpus: Any) -> None:
     use_gpus(1)
     configs = grid(tmp_path, "tensor_parallel", [1, 2], {})
     for name, config in configs.items():
