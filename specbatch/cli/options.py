@@ -222,7 +222,7 @@ class EngineOptions(SimpleNamespace):
         profile = None if self.simulate_accept is None else read_profile(self.simulate_accept)
         settings |= {
             "draft_tokens": draft_tokens,
-            "aux_layers": layers("aux_layers", self.aux_layers),
+            "aux_layers": None if self.aux_layers is None else layers("aux_layers", self.aux_layers),
             "simulate_accept": profile,
         }
         return Speculation(algorithm=self.algorithm or default, schedule=self.spec or "v2", **settings)

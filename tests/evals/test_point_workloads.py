@@ -11,8 +11,8 @@ import pytest
 
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.evals.grid import Evaluation, GridOptions
-from specbatch.evals.options import EvalOptions
+from specbatch.evals.grid import Evaluation
+from specbatch.evals.options import EvalOptions, GridOptions
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import points, unfinished
 from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
