@@ -14,7 +14,8 @@ import atexit
 import gc
 import math
 import signal
-from collections.abc import Callable, Generator
+import sys
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -24,6 +25,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import typer.testing
+from fake_ray import FakeRay
 from hypothesis import HealthCheck, settings
 from opening import opening
 from targets import Targets
@@ -376,10 +378,45 @@ def use_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
 
 
 @pytest.fixture
-def any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices are taken by their name, as on a machine that has them."""
-    for module in ("engine.ranks.ranks", "runtime.device"):
-        monkeypatch.setattr(f"specbatch.{module}.find_device", torch.device)
+def use_packages(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, object]], None]:
+    """`use_packages({name: module})`: imports find these modules; None: as if it were not installed."""
+
+    def use(found: Mapping[str, object]) -> None:
+        for name, module in found.items():
+            monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+
+    return use
+
+
+@pytest.fixture
+def fake_ray(use_packages: Callable[[Mapping[str, object]], None]) -> FakeRay:
+    """What `import ray` finds."""
+    found = FakeRay()
+    use_packages({"ray": found})
+    return found
+
+
+@pytest.fixture
+def use_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """`use_hub(load)`: `load(path, name, ...)` is asked for the data sets of the hub."""
+    return lambda load: monkeypatch.setattr("datasets.load_dataset", load)
+
+
+@pytest.fixture
+def no_hub(use_hub: Callable[[Callable[..., Any]], None]) -> None:
+    """Any attempt to reach the hub or its cache fails the test."""
+    use_hub(lambda *_, **__: pytest.fail("the hub is asked"))
+
+
+@pytest.fixture
+def use_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`use_gpus(count)`: torch sees this many CUDA devices."""
+
+    def use(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return use
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -50,7 +49,8 @@ class StubEngine:
     """Echoes the last token of the prompt plus 1, 2, 3 ...; two tokens per verify when it speculates.
 
     Each test has a subclass of its own: what it sets there or finds there ends with the test. A test may set the
-    functions that are called when an engine is built, entered, given prompts or about to answer, and fail in them."""
+    functions that are called when an engine is prepared, built, entered, given prompts, about to answer or left, and
+    fail in them."""
 
     built: ClassVar[list[EngineConfig]]
     lenders: ClassVar[list[StubEngine | None]]  # whose weights each of them uses
@@ -62,8 +62,10 @@ class StubEngine:
     kv_pages: ClassVar[int] = 1000
     tokenizer_class: ClassVar[type[StubTokenizer]] = StubTokenizer
 
+    preparing: ClassVar[Callable[[EngineConfig], object]] = lambda config: None
     building: ClassVar[Callable[[EngineConfig], object]] = lambda config: None
     entering: ClassVar[Callable[[], object]] = lambda: None
+    leaving: ClassVar[Callable[[], object]] = lambda: None
     streaming: ClassVar[Callable[[EngineConfig, int | None], object]] = lambda config, concurrency: None
     answering: ClassVar[Callable[[Any, SamplingParams], Any]] = lambda prompt, params: prompt  # what is answered
 
@@ -100,6 +102,7 @@ class StubEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+        type(self).leaving()
 
     def close(self) -> None: ...
 
@@ -190,15 +193,15 @@ class StubEngine:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
+def engine(use_packages: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     """The stub instead of the engine, a stub of the model registry, and an empty working folder."""
 
     class Engine(StubEngine): ...
 
     module = types.ModuleType("specbatch.engine.engine")
     module.Engine = Engine  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "specbatch.engine.engine", module)
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prepare", lambda config, say: None)
+    use_packages({"specbatch.engine.engine": module})
+    monkeypatch.setattr("specbatch.engine.setup.prepare.prepare", lambda config, say: Engine.preparing(config))
     monkeypatch.setattr("specbatch.sweeps.run.loading.shared_pages", lambda configs: None)
     monkeypatch.chdir(tmp_path)
     return Engine

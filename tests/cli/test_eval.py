@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import types
 from pathlib import Path
@@ -67,7 +66,6 @@ def evals(monkeypatch):
             return Report()
 
     monkeypatch.setattr(several, "prepare_several", lambda options: {name: Ready(options) for name in options.names})
-    monkeypatch.setattr(several, "folders_of", lambda every: contextlib.nullcontext())
     return seen
 
 

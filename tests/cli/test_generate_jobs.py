@@ -18,6 +18,7 @@ import fsspec
 import pytest
 
 import specbatch
+from specbatch.jobs.dataset import BATCH
 from specbatch.jobs.output_files import read_output
 from specbatch.jobs.partial_output import PartialRows
 
@@ -354,14 +355,11 @@ def test_unreadable_url_is_refused(generate, memory, source, message):
     assert result.stderr.count("\n") == 1
 
 
-def test_missing_package_of_a_store_is_named(generate, monkeypatch):
-    def missing(*_, **__):
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
-    result = generate("", "s3://b/in.jsonl")
+def test_missing_package_of_a_store_is_named(generate):
+    fsspec.register_implementation("absent", "absentfs.AbsentFileSystem", errtxt="Install absentfs to access it")
+    result = generate("", "absent://b/in.jsonl")
     assert result.exit_code == 2
-    assert "s3:// needs another package (Install s3fs to access S3), for example with pip" in result.stderr
+    assert "absent:// needs another package (Install absentfs to access it), for example with pip" in result.stderr
 
 
 def test_url_of_a_local_file_is_its_path(generate, tmp_path):
@@ -416,21 +414,19 @@ def test_full_disk_is_one_line_and_keeps_finished_rows(generate, engine, monkeyp
     assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(6))
 
 
-def test_line_that_is_too_long_is_malformed(generate, tmp_path, monkeypatch):
-    monkeypatch.setattr("specbatch.jobs.prompt_file.LONGEST_LINE", 1 << 20)
-    (tmp_path / "long.jsonl").write_text('{"prompt": "a"}\n{"prompt": "' + "x" * (3 << 20) + '"}\n{"prompt": "b"}\n')
+def test_line_that_is_too_long_is_malformed(generate, tmp_path):
+    (tmp_path / "long.jsonl").write_text('{"prompt": "a"}\n{"prompt": "' + "x" * (17 << 20) + '"}\n{"prompt": "b"}\n')
     result = generate("", tmp_path / "long.jsonl")
     assert result.exit_code == 2
-    assert "long.jsonl:2': longer than 1 MiB" in result.stderr
+    assert "long.jsonl:2': longer than 16 MiB" in result.stderr
     assert generate("--skip-bad", tmp_path / "long.jsonl").exit_code == 0
     assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == [0, 2]
 
 
-def test_parquet_is_read_by_batches(generate, tmp_path, monkeypatch):
-    monkeypatch.setattr("specbatch.jobs.dataset.BATCH", 2)
-    datasets.Dataset.from_list(PROMPTS).to_parquet(tmp_path / "in.parquet")
-    assert generate("", tmp_path / "in.parquet", "out.parquet").exit_code == 0
-    assert [row["index"] for row in read_output(tmp_path / "out.parquet")] == list(range(6))
+def test_parquet_is_read_by_batches(generate, tmp_path):
+    datasets.Dataset.from_list([{"prompt": "a"}] * (2 * BATCH + 1)).to_parquet(tmp_path / "in.parquet")
+    assert generate("--max-new-tokens 1", tmp_path / "in.parquet", "out.parquet").exit_code == 0
+    assert [row["index"] for row in read_output(tmp_path / "out.parquet")] == list(range(2 * BATCH + 1))
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lm_eval.__main__
 import lm_eval.tasks
 import pytest
@@ -137,8 +136,7 @@ def test_options_of_the_engine_and_of_answers(run, model, built):
     assert config.device == "cpu"
 
 
-def test_gsm8k_needs_no_network(run, model, monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asks the hub"))
+def test_gsm8k_needs_no_network(run, model, no_hub):
     found = run(f"model={model},num_concurrent=512,max_gen_toks=4", "--tasks", "gsm8k_platinum", "--num_fewshot", "0")
     assert "|gsm8k_platinum|      3|flexible-extract|     0|exact_match|" in found.stdout
 
@@ -271,9 +269,9 @@ def test_help():
     assert "--model specbatch" in result.stdout
 
 
+@pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("words", [["run", "--help"], ["--model", "specbatch", "--help"]])
-def test_help_of_lm_eval(words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pytest"])
+def test_help_of_lm_eval(words):
     result = CliRunner().invoke(app, ["lm-eval", *words])
     assert result.exit_code == 0
     assert "--wandb_args" in result.stdout

@@ -95,8 +95,9 @@ def test_zero_is_not_replaced_by_a_default():
         ("cpu", None, None, Graphs()),
     ],
 )
-def test_default_graphs_by_device(any_device, device, decode, prefill, gets, compares):
+def test_default_graphs_by_device(use_gpus, device, decode, prefill, gets, compares):
     """Prefill graphs are off where a command compares configurations with and without them."""
+    use_gpus(1)
     found = EngineOptions(device=device, decode_graph=decode, prefill_graph=prefill).config(compares=compares).graphs
     assert found == (replace(gets, prefill="off") if compares and prefill is None else gets)
     options = EngineOptions(device=device, prefill_graph="piecewise")

@@ -152,15 +152,14 @@ def test_failed_configuration_does_not_end_the_sweep(sweep, run, engine, no_room
 
 
 @pytest.mark.parametrize("settings", ["algorithm = 'eagle3'\ndraft = '/nope/m'", "algorithm='ngram'\ncorpus='/nope/m'"])
-def test_unknown_draft_or_corpus_fails_its_configuration_unless_all_have_it(settings, sweep, monkeypatch, tmp_path):
+def test_unknown_draft_or_corpus_fails_its_configuration_unless_all_have_it(settings, sweep, engine, tmp_path):
     unknown = f"[bad]\n{settings}\n"
 
-    def check(configs, log=None):
-        for config in configs:
-            if "/nope/m" in (config.speculation.draft, config.speculation.corpus):
-                raise SpecbatchError("draft='/nope/m': no such folder")
+    def prepare(config):
+        if "/nope/m" in (config.speculation.draft, config.speculation.corpus):
+            raise SpecbatchError("draft='/nope/m': no such folder")
 
-    monkeypatch.setattr("specbatch.sweeps.run.loading.check_draft", check)
+    engine.preparing = prepare
     (grid := tmp_path / "grid.toml").write_text("[baseline]\n[ng]\nalgorithm = 'ngram'\n" + unknown)
     result = sweep(f"--concurrency 1 --configs {grid} --json")
     assert result.exit_code == 1, result.output
@@ -277,12 +276,12 @@ def test_shared_prefixes_without_a_cache(sweep, engine, tmp_path):
     assert "prefix cache: off" in (tmp_path / "out/summary.md").read_text()
 
 
-def test_no_model_runs_if_one_is_refused(sweep, tmp_path, monkeypatch):
-    def prepare(config, log):
+def test_no_model_runs_if_one_is_refused(sweep, engine, tmp_path):
+    def prepare(config):
         if config.model == "missing":
             raise refuse("model", config.model, "does not exist")
 
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prepare", prepare)
+    engine.preparing = prepare
     grid = tmp_path / "grid.toml"
     grid.write_text('[baseline]\nspec = "off"\nload_format = "dummy"\nmodel = ["toy", "missing"]\n')
     result = sweep(f"--configs {grid}")

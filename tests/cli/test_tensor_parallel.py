@@ -56,8 +56,7 @@ def test_sizes_that_do_not_work_are_refused(
     message: str,
 ) -> None:
     if "cuda" in options:
-        request.getfixturevalue("any_device")
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        request.getfixturevalue("use_gpus")(2)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: first < second)
     head = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 257, "hidden_size": 64, "intermediate_size": 160,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -310,14 +309,13 @@ def byte_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hflm(monkeypatch: pytest.MonkeyPatch) -> Any:
+def hflm(use_packages: Any) -> Any:
     """lm-eval's model for transformers. It imports accelerate but does not use it for a loaded model."""
     named = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size")
     stub, utils = types.ModuleType("accelerate"), types.ModuleType("accelerate.utils")
     vars(stub).update(dict.fromkeys(named))
     utils.get_max_memory = None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "accelerate", stub)
-    monkeypatch.setitem(sys.modules, "accelerate.utils", utils)
+    use_packages({"accelerate": stub, "accelerate.utils": utils})
     from lm_eval.models.huggingface import HFLM
 
     return HFLM
@@ -347,6 +345,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder, model, tokenizer
+
+
+@pytest.fixture
+def no_scan(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """lm-eval may not look through all of its files, which takes half a minute. Returns what it does look through."""
+    import lm_eval.tasks
+
+    manager, found = lm_eval.tasks.TaskManager, list[Any]()
+
+    def of_few_files(include_path: Any = None, include_defaults: bool = True) -> Any:
+        assert not include_defaults, "reads all definitions"
+        found.append(include_path)
+        return manager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", of_few_files)
+    return found
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -272,12 +271,10 @@ def test_several_tasks_have_a_folder_and_a_table_each(engines: Any, tmp_path: Pa
 
 
 def test_workers_of_a_cluster_measure_the_points(
-    evaluate_all: Run, engines: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    evaluate_all: Run, engines: Any, fake_ray: FakeRay, tmp_path: Path
 ) -> None:
     """The results are those of this process. A worker loads the task itself."""
     rows = evaluate_all((2, 3)).rows()
-    ray = FakeRay()
-    monkeypatch.setitem(sys.modules, "ray", ray)
     engines.broken = ("v1",)
     lines: list[str] = []
     [options] = evaluate_all.options  # type: ignore[attr-defined]
@@ -293,4 +290,4 @@ def test_workers_of_a_cluster_measure_the_points(
     assert "concurrency 2, repeat 1: measured" in lines
     engines.broken = ()
     assert [row | {"engine": ""} for row in run().rows()] == [row | {"engine": ""} for row in rows]
-    assert len(ray.actors) == 2
+    assert len(fake_ray.actors) == 2

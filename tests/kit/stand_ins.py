@@ -4,6 +4,7 @@ lengths, a timer of steps, a quantizing activation that notes what it is given."
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -56,9 +57,13 @@ def no_step_times(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("specbatch.engine.setup.builder.measure_step_times", lambda *_, **__: {})
 
 
+def _chosen_by(patch: pytest.MonkeyPatch, choose: Callable[[DraftLength, int], int]) -> None:
+    no_step_times(patch)
+    patch.setattr(DraftLength, "choose", choose)
+
+
 def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
     """`draft_tokens="auto"` chooses at random, some lengths for several steps, and measures no times."""
-    no_step_times(patch)
     chance, chosen = random.Random(seed), [0]
 
     def choose(self: DraftLength, rows: int) -> int:
@@ -66,20 +71,19 @@ def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
             chosen[0] = chance.choice([0, *self.draft_lengths])
         return chosen[0]
 
-    patch.setattr(DraftLength, "choose", choose)
+    _chosen_by(patch, choose)
 
 
 def planned_draft_lengths(patch: pytest.MonkeyPatch, plan: list[int], after: int = 0) -> None:
     """`draft_tokens="auto"` chooses these lengths, a step each, and takes them out of the list; then `after`. A step
     with drafts before one without is a probe. No times are measured."""
-    no_step_times(patch)
 
     def choose(self: DraftLength, rows: int) -> int:
         length = plan.pop(0) if plan else after
         self.probing = length > 0 and plan[:1] == [0]
         return length
 
-    patch.setattr(DraftLength, "choose", choose)
+    _chosen_by(patch, choose)
 
 
 class OneSecond(StepTimer):

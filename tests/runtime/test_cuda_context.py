@@ -100,8 +100,9 @@ def test_nothing_happens_without_a_driver(driver: FakeDriver, monkeypatch: pytes
     ],
 )
 def test_commands_begin_where_their_engine_is_in_this_process(
-    any_device: None, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], how: dict[str, Any], begins: bool
+    use_gpus: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], how: dict[str, Any], begins: bool
 ) -> None:
+    use_gpus(2)
     devices: list[str] = []
     monkeypatch.setattr("specbatch.runtime.cuda_context.make_context_ahead", devices.append)
     EngineOptions(device="cuda:1", **options).config(**how)

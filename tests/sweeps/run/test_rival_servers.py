@@ -207,7 +207,6 @@ def test_errors(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_is_emptied_when_the_server_is_idle(kind, monkeypatch):
-    monkeypatch.setattr(server_cache, "RETRY_S", 0.0)
     path = "/flush_cache" if kind == "sglang" else "/reset_prefix_cache"
     server = Rival(kind, busy=2)
     _, record = measured(server, count=1)
