@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from targets import Targets
 from thread_ranks import thread_group
+from watched_calls import Watch
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError
 from specbatch.engine.device import token_check
@@ -59,20 +60,18 @@ def test_a_rank_that_cannot_be_built_is_named(targets: Targets, monkeypatch: pyt
     assert len(built(targets).generate([[3, 4]], SHORT)[0].token_ids) == 6
 
 
-def test_a_closed_group_has_no_threads(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_group_has_no_threads(targets: Targets, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ends with the interpreter could be the last that holds the collectives, and abort the process."""
     thread_group(monkeypatch)
     built(targets)
     [group] = ranks.groups.values()
     others = set(threading.enumerate())
 
-    def slow(group: RankGroup, rank: int) -> str:
-        watchers.append(threading.current_thread())
+    def slow(*_: object) -> threading.Thread:
         time.sleep(0.2)
-        return ""
+        return threading.current_thread()
 
-    watchers = list[threading.Thread]()
-    monkeypatch.setattr(RankGroup, "_ending", slow)
+    watchers = watch(RankGroup, "_ending", before=slow)
     group.close()
     assert len(watchers) == 1
     assert watchers[0] in others

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,11 +118,11 @@ def test_eagle3_layers_are_numbered_as_published(targets: Targets) -> None:
     assert any("inputs of layers 1, 2, 3 of 6" in line for line in lines)
 
 
-def test_prefix_cache_turns_off_without_memory_for_states(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_cache_turns_off_without_memory_for_states(targets: Targets, use_memory: Callable[[int], None]) -> None:
     """The log and the record report it."""
     plan = targets.engine("qwen3.5", prefix_cache=False).plan
     few = 2 * (plan.weights + plan.workspace + plan.states + plan.grammars + 40 * plan.page_bytes)
-    monkeypatch.setattr("specbatch.engine.setup.memory_plan.available_memory", lambda device: few)
+    use_memory(few)
     lines: list[str] = []
     engine = targets.engine("qwen3.5", memory_fraction=0.5, log=lines.append)
     done = engine.generate(targets.prompts("qwen3.5"), SamplingParams(max_new_tokens=5, ignore_eos=True))

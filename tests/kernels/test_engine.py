@@ -13,6 +13,7 @@ from company import Company
 from crossed import slow_but
 from stand_ins import fake_graphs, no_step_times
 from targets import LATENT, Targets
+from watched_calls import Watch
 
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.engine_config import Graphs, Speculation
@@ -22,7 +23,7 @@ from specbatch.kernels.attention import context_kv_triton, qkv_triton
 from specbatch.kernels.attention.deterministic import span_attention_triton, span_latents_triton
 from specbatch.kernels.attention.latent import latent_attention_triton
 from specbatch.kernels.attention.prefill.prefill_backends import TritonPrefill
-from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
+from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 from specbatch.kernels.attention.verify import verify_attention_triton
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.drafting import corpus_triton, draft_inputs_triton, ngram_triton, tree_draft_triton
@@ -65,19 +66,14 @@ SPECULATIONS = {
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None]) -> set[str]:
+def kernels(
+    watch: Watch,
+    use_prefill: Callable[[object], None],
+    monkeypatch: pytest.MonkeyPatch,
+    force_kernels: Callable[..., None],
+) -> set[str]:
     """Makes engines treat CPU tensors as a GPU's; collects the names of the kernels that are called."""
     called: set[str] = set()
-
-    def spy(module: Any, name: str) -> None:
-        kernel = getattr(module, name)
-
-        def run(*args: Any, **settings: Any) -> Any:
-            called.add(name)
-            return kernel(*args, **settings)
-
-        monkeypatch.setattr(module, name, run)
-
     for module, names in {
         accept_triton: ["verify_inputs"],
         accept_and_commit_triton: ["score_partials", "commit", "commit_tree", "sample", "rejection_sample"],
@@ -108,25 +104,18 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         verify_budget_triton: ["spend", "learn"],
     }.items():
         for name in names:
-            spy(module, name)
+            watch(module, name, before=lambda *_, name=name, **__: called.add(name))
     force_kernels()
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: TritonPrefill())
+    use_prefill(TritonPrefill())
     monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: rows <= 8)
     return called
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+def loaded(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> list[tuple[bool, int]]:
     """Passes that one graph of prompts computes: whether no span has a prefix, and the number of spans."""
     fake_graphs(monkeypatch)
-    load, passes = StaticRaggedBatch.load, list[tuple[bool, int]]()
-
-    def noted(self: StaticRaggedBatch, spans: RaggedBatch, *, given: bool) -> None:
-        passes.append((self.fresh, len(spans.counts)))
-        load(self, spans, given=given)
-
-    monkeypatch.setattr(StaticRaggedBatch, "load", noted)
-    return passes
+    return watch(StaticRaggedBatch, "load", before=lambda graph, spans, **_: (graph.fresh, len(spans.counts)))
 
 
 @pytest.fixture
@@ -198,12 +187,10 @@ def test_deterministic_mode(toy: Any, kernel_engine: tuple[Callable[..., Any], s
         ],
     ),
 )
-def test_logits_in_deterministic_mode_do_not_depend_on_company(
-    monkeypatch: pytest.MonkeyPatch, kernels: set[str], name: str
-) -> None:
+def test_logits_in_deterministic_mode_do_not_depend_on_company(kernels: set[str], name: str) -> None:
     """Up to rounding: the interpreter's GEMMs are numpy's. tests/lossless/test_deterministic_gpu.py compares bits."""
-    monkeypatch.setattr("company.prefill_backend", lambda *_, **__: TritonPrefill())
-    company, texts = Company(name, torch.float32, trees=False), [[5, 6, 7, 8, 9] * 2, [4, 5]]
+    company = Company(name, torch.float32, trees=False, attention=TritonPrefill())
+    texts = [[5, 6, 7, 8, 9] * 2, [4, 5]]
     with use_deterministic():
         alone, together = [company.alone(text) for text in texts], company.together(texts, Random(3))
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)

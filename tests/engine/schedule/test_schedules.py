@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from released import check_released
 from stand_ins import late_results
 from torch.utils._python_dispatch import TorchDispatchMode
+from watched_calls import Watch
 
 from specbatch import Engine, SamplingParams, Speculation
 from specbatch.engine.schedule.runner import Launched, Runner
@@ -204,16 +205,14 @@ def test_aborts_do_not_affect_other_requests(
 
 
 def test_the_first_token_comes_alone_and_first(
-    toy: Any, toy_engine: Callable[..., Engine], schedule: str, monkeypatch: pytest.MonkeyPatch
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str, watch: Watch
 ) -> None:
     handled: list[tuple[int, bool]] = []
-    handle = Runner.handle
 
-    def watch(self: Runner, launched: Launched, **how: bool) -> None:
+    def note(runner: Runner, launched: Launched, **_: bool) -> None:
         handled.extend((row.request.index, launched.first) for row in launched.requests)
-        handle(self, launched, **how)
 
-    monkeypatch.setattr(Runner, "handle", watch)
+    watch(Runner, "handle", before=note)
     engine = toy_engine(speculation=Speculation("ngram", schedule), max_running=3)
     prompts = [list(prompt) for prompt in toy.prompts()[:9]]
     counts: dict[int, list[int]] = {}
@@ -350,8 +349,8 @@ def test_launching_reads_nothing_from_the_device(
 
         return call
 
-    monkeypatch.setattr(engine._runner, "decode", guarded(engine._runner.decode))
-    monkeypatch.setattr(engine._runner, "prefill", guarded(engine._runner.prefill))
+    for name in ("decode", "prefill"):
+        monkeypatch.setattr(Runner, name, guarded(getattr(Runner, name)))
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, reader(name))
     params = SamplingParams(
