@@ -80,6 +80,12 @@ def use_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 @pytest.fixture
+def stopped_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`stopped_after(count)`: a rank counts as stopped after so many beats without an answer."""
+    return lambda count: monkeypatch.setattr("specbatch.engine.ranks.rank_group.SILENT_BEATS", count)
+
+
+@pytest.fixture
 def low_acceptance_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`low_acceptance_from(count)`: after so many verifies every acceptance below 100% counts as low."""
 

@@ -90,12 +90,14 @@ def test_what_has_finished_before_a_rank_fails_is_kept(targets: Targets, monkeyp
             work()
 
 
-def test_a_rank_that_falls_silent_is_named(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_falls_silent_is_named(
+    targets: Targets, watch: Watch, stopped_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     thread_group(monkeypatch)
     engine, stuck = built(targets), threading.Event()
     monkeypatch.setattr(rank_group, "BEAT_S", 0.1)
-    monkeypatch.setattr(rank_group, "SILENT_BEATS", 20)
-    monkeypatch.setattr(rank_link.Link, "_send_beat", lambda link: stuck.wait())
+    stopped_after(20)
+    watch(rank_link.Link, "_send_beat", before=lambda link: stuck.wait())
     start, fault = time.monotonic(), fault_of_other_rank(DecodeStep, "__call__", stuck.wait, calls=9)
     with fault, pytest.raises(SpecbatchError, match="rank 1 has not answered for 2 s, as if its process were stopped"):
         engine.generate([[3, 4]], LONG)

@@ -11,14 +11,13 @@ import pytest
 import torch
 from company import Company
 from crossed import slow_but
-from stand_ins import fake_graphs, no_step_times
+from stand_ins import fake_graphs, planned_draft_lengths
 from targets import LATENT, Targets
 from watched_calls import Watch
 
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.core.request import SamplingParams
-from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.kernels.attention import context_kv_triton, qkv_triton
 from specbatch.kernels.attention.deterministic import span_attention_triton, span_latents_triton
 from specbatch.kernels.attention.latent import latent_attention_triton
@@ -69,7 +68,7 @@ SPECULATIONS = {
 def kernels(
     watch: Watch,
     use_prefill: Callable[[object], None],
-    monkeypatch: pytest.MonkeyPatch,
+    skinny_up_to: Callable[[int], None],
     force_kernels: Callable[..., None],
 ) -> set[str]:
     """Makes engines treat CPU tensors as a GPU's; collects the names of the kernels that are called."""
@@ -107,7 +106,7 @@ def kernels(
             watch(module, name, before=lambda *_, name=name, **__: called.add(name))
     force_kernels()
     use_prefill(TritonPrefill())
-    monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: rows <= 8)
+    skinny_up_to(8)
     return called
 
 
@@ -234,11 +233,9 @@ def test_zero_drafts_before_and_after_some(
 ) -> None:
     prompts, params = [list(toy.prompts()[4])], SamplingParams(max_new_tokens=5, ignore_eos=True)
     asked = replace(SPECULATIONS["eagle3"], draft_tokens="auto")
-    no_step_times(monkeypatch)
     numbers = []
     for build in (toy_engine, request.getfixturevalue("kernel_engine")[0]):
-        plan = [0, 2, 0, 1]
-        monkeypatch.setattr(DraftLength, "choose", lambda self, rows, plan=plan: plan.pop(0))
+        planned_draft_lengths(monkeypatch, [0, 2, 0, 1])
         [done] = build(speculation=asked, max_running=1).generate(prompts, params)
         assert tuple(done.token_ids) == toy.greedy(tuple(prompts[0]))[:5]
         numbers.append((done.metrics.drafted, done.metrics.accepted))

@@ -323,7 +323,12 @@ class NoHostRead(TorchDispatchMode):
     ("drafter", "sampled"), crossed(["none", "ngram", "self", "other", "ngram-tree", "tree", "block"], [True, False])
 )
 def test_launching_reads_nothing_from_the_device(
-    toy: Any, toy_engine: Callable[..., Engine], drafter: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
+    toy: Any,
+    toy_engine: Callable[..., Engine],
+    drafter: str,
+    sampled: bool,
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = toy_engine(speculation=Speculation(schedule="v2", **DRAFTERS[drafter]), kv_pages=40, max_model_len=80)
     launching = 0
@@ -340,19 +345,13 @@ def test_launching_reads_nothing_from_the_device(
 
         return call
 
-    def reader(name: str) -> Callable[..., Any]:
-        read = getattr(torch.Tensor, name)
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            assert not launching, f"Tensor.{name} waits for the device"
-            return read(*arguments, **options)
-
-        return call
+    def check(name: str) -> None:
+        assert not launching, f"Tensor.{name} waits for the device"
 
     for name in ("decode", "prefill"):
         monkeypatch.setattr(Runner, name, guarded(getattr(Runner, name)))
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
-        monkeypatch.setattr(torch.Tensor, name, reader(name))
+        watch(torch.Tensor, name, before=lambda *_, name=name, **__: check(name))
     params = SamplingParams(
         max_new_tokens=8, temperature=0.8 * sampled, top_k=9, top_p=0.9, min_p=0.01, logprobs=sampled, seed=1
     )
