@@ -30,6 +30,7 @@ from hypothesis import HealthCheck, settings
 from opening import opening
 from targets import Targets
 from typer.main import get_command
+from watched_calls import Watch, watch_with
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.models.config import ModelConfig
@@ -38,6 +39,7 @@ from specbatch.models.formats.format import Format
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
 from specbatch.models.heads.dspark import DSparkConfig
+from specbatch.records import low_acceptance
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
 
@@ -56,6 +58,44 @@ typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 # A shell has what it runs in the background ignore interruptions, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """`watch(owner, name, before=..., after=...)` watches the calls of a method or function, which run as they are.
+    Returns the list, filled as they come, of what `before(*arguments)` and `after(result, *arguments)` return."""
+    return watch_with(monkeypatch)
+
+
+@pytest.fixture
+def use_prefill(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    """`use_prefill(backend)`: engines compute the attention of prompts with it, whatever their device and settings."""
+    return lambda backend: monkeypatch.setattr(
+        "specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: backend
+    )
+
+
+@pytest.fixture
+def use_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`use_memory(size)`: engines find so many bytes available on any device."""
+    return lambda size: monkeypatch.setattr("specbatch.engine.setup.memory_plan.available_memory", lambda device: size)
+
+
+@pytest.fixture
+def stopped_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`stopped_after(count)`: a rank counts as stopped after so many beats without an answer."""
+    return lambda count: monkeypatch.setattr("specbatch.engine.ranks.rank_group.SILENT_BEATS", count)
+
+
+@pytest.fixture
+def low_acceptance_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`low_acceptance_from(count)`: after so many verifies every acceptance below 100% counts as low."""
+
+    def use(count: int) -> None:
+        monkeypatch.setattr(low_acceptance, "LOW_SHARE", 1.01)
+        monkeypatch.setattr(low_acceptance, "MIN_VERIFIES", count)
+
+    return use
 
 
 @pytest.fixture

@@ -46,9 +46,10 @@ def fake_graphs(patch: pytest.MonkeyPatch, recorder: type[FakeRecorder] = FakeRe
     patch.setattr("specbatch.engine.setup.prepare.check_device", lambda config, device: None)
 
 
-def late_results(patch: pytest.MonkeyPatch) -> None:
-    """The device is never done when the host asks: the overlapped schedule runs as far ahead as it may."""
-    patch.setattr(AsyncCopy, "ready", lambda self: False)
+def late_results(patch: pytest.MonkeyPatch, late: bool = True) -> None:
+    """The device is never done when the host asks: the overlapped schedule runs as far ahead as it may. Not late: it is
+    always done."""
+    patch.setattr(AsyncCopy, "ready", lambda self: not late)
 
 
 def no_step_times(patch: pytest.MonkeyPatch) -> None:
