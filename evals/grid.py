@@ -19,16 +19,16 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.errors import SpecbatchError, at_least, each_once, refuse, reporting
+from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.evals.finished import hash_of
 from specbatch.evals.grid_table import SUMMARY, Grid, grid_of, load_grid
-from specbatch.evals.options import EvalOptions
+from specbatch.evals.options import GridOptions
 from specbatch.evals.run import PreparedEval, prepare, prepare_each
 from specbatch.evals.several import folder_of
 from specbatch.files.atomic_file import write_json
@@ -47,7 +47,6 @@ from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, loaded
 from specbatch.sweeps.run.runner import Measured, is_measured, save_measured
 from specbatch.sweeps.run.sweep import run_workloads
-from specbatch.sweeps.workload.defaults import LEAST_PROMPTS
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -58,54 +57,20 @@ WARM_UP = 4  # questions, and on a GPU a full batch
 WARM_UP_TOKENS = 16  # of each answer
 
 
-@dataclass(frozen=True)
-class GridOptions:
-    """Each configuration answers the questions of `task` at each concurrency, `repeats` times. The concurrency and the
-    folder of `task` are ignored.
-
-    prompts_per_concurrency  a point has at most this many questions per concurrent request, the first ones, and at
-                             least `LEAST_PROMPTS`. None: all questions
-    """
-
-    task: EvalOptions
-    concurrency: tuple[int, ...]
-    repeats: int = 1
-    prompts_per_concurrency: int | None = None
-
-    def __post_init__(self) -> None:
-        for number in self.concurrency:
-            at_least("concurrency", number, 1)
-        each_once("concurrency", self.concurrency)
-        at_least("repeats", self.repeats, 1)
-        if (most := self.prompts_per_concurrency) is not None:
-            at_least("prompts_per_concurrency", most, 1)
-            if self.task.limit is not None and self.task.limit < 1:
-                raise refuse("limit", self.task.limit, "with prompts_per_concurrency use a whole number")
-        for name in ("predict_only", "write_out"):
-            if getattr(self.task, name):
-                raise refuse(name, True, "goes with one configuration; leave it out")
-
-    def at(self, concurrency: int) -> EvalOptions:
-        """The options of a point."""
-        options = replace(self.task, concurrency=concurrency, output=None)
-        if self.prompts_per_concurrency is None:
-            return options
-        return options.at_most(max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS))
-
-    def by_task(self) -> list[GridOptions]:
-        """The options of each of several tasks, with its own samples."""
-        names = self.task.names
-        if len(names) == 1:
-            return [self]
-        if len({folder_of(Path(), name) for name in names}) < len(names):
-            raise refuse(
-                "task", self.task.task, "has two tasks whose folders have the same name; evaluate one by itself"
-            )
-        found = []
-        for ready in prepare_each([replace(self.task, task=name, output=None) for name in names]):
-            own = {name: numbers for name, numbers in (self.task.samples or {}).items() if name in ready.task.tasks}
-            found.append(replace(self, task=replace(ready.options, samples=own or None)))
-        return found
+def each_task(options: GridOptions) -> list[GridOptions]:
+    """The options of each of several tasks, with its own samples."""
+    names = options.task.names
+    if len(names) == 1:
+        return [options]
+    if len({folder_of(Path(), name) for name in names}) < len(names):
+        raise refuse(
+            "task", options.task.task, "has two tasks whose folders have the same name; evaluate one by itself"
+        )
+    found = []
+    for ready in prepare_each([replace(options.task, task=name, output=None) for name in names]):
+        own = {name: numbers for name, numbers in (options.task.samples or {}).items() if name in ready.task.tasks}
+        found.append(replace(options, task=replace(ready.options, samples=own or None)))
+    return found
 
 
 class Evaluation:

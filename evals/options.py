@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.config.settings import Rule, check_fields, is_number, is_whole, setting, whole
+from specbatch.config.values import read_samples
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
-from specbatch.errors import each_once, refuse
+from specbatch.errors import at_least, each_once, refuse
+from specbatch.sweeps.workload.defaults import LEAST_PROMPTS
 
 MAX_NEW_TOKENS = 256  # if neither the user nor the task sets a limit, as in lm-eval
 RESAMPLES = 1000  # lm-eval's default is 100,000, which takes minutes; the error of a mean has a closed form
@@ -112,10 +114,16 @@ class EvalOptions:
         flags=("--confirm-run-unsafe-code",),
     )
     include_path: tuple[Path, ...] = ()
-    samples: Mapping[str, Sequence[int]] | None = None
+    samples: Mapping[str, Sequence[int]] | None = setting(
+        None,
+        "Ask these questions of a task, from 0: '{\"gsm8k\": [0, 5]}'. Their examples are drawn as if there were no "
+        "others, as by lm-eval.",
+        metavar="JSON|FILE",
+        parse=read_samples,
+    )
     seed: int = 1234
     output: Path | None = None
-    overwrite: bool = False
+    overwrite: bool = setting(False, "Start an interrupted eval over instead of continuing it.", flags=("--overwrite",))
 
     def __post_init__(self) -> None:
         if is_number(self.limit) and self.limit == int(self.limit or 0):  # the command line has no other whole numbers
@@ -177,3 +185,46 @@ class EvalOptions:
     def sampling(self) -> dict[str, float]:
         """The sampling parameters that are not the task's."""
         return {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True)
+class GridOptions:
+    """Each configuration answers the questions of `task` at each concurrency, `repeats` times. The concurrency and the
+    folder of `task` are ignored.
+
+    prompts_per_concurrency  a point has at most this many questions per concurrent request, the first ones, and at
+                             least `LEAST_PROMPTS`. None: all questions
+    """
+
+    task: EvalOptions
+    concurrency: tuple[int, ...]
+    repeats: int = setting(
+        1,
+        "With --configs: rounds over the configurations, interleaved: A B C C B A. Speedups have an interval from 2 "
+        "on; use 3 or more, because that of 2 is 3.6 times as wide as that of 3.",
+        whole(1),
+    )
+    prompts_per_concurrency: int | None = setting(
+        None,
+        "With --configs: questions of a point, as a multiple of its concurrency, but at least 4; the first ones. "
+        "Default: all questions at every concurrency.",
+        whole(1),
+    )
+
+    def __post_init__(self) -> None:
+        for number in self.concurrency:
+            at_least("concurrency", number, 1)
+        each_once("concurrency", self.concurrency)
+        check_fields(self)
+        if self.prompts_per_concurrency is not None and self.task.limit is not None and self.task.limit < 1:
+            raise refuse("limit", self.task.limit, "with prompts_per_concurrency use a whole number")
+        for name in ("predict_only", "write_out"):
+            if getattr(self.task, name):
+                raise refuse(name, True, "goes with one configuration; leave it out")
+
+    def at(self, concurrency: int) -> EvalOptions:
+        """The options of a point."""
+        options = replace(self.task, concurrency=concurrency, output=None)
+        if self.prompts_per_concurrency is None:
+            return options
+        return options.at_most(max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS))

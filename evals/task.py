@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -282,7 +282,7 @@ def _find(names: Sequence[str], user: UserTasks, kinds: Collection[str]) -> tupl
     if missing:
         for name in missing:
             user.explain(name)
-        may_exist, of_tasks = names_in(upstream, missing)
+        may_exist, of_tasks = names_in(upstream, tuple(missing))
         near = [*manager.task_index, *of_tasks]
         if len(may_exist) == len(missing):
             manager, found = manager_of([own], defaults=True)
@@ -307,7 +307,8 @@ def _definitions() -> Path:
     return Path(lm_eval.__file__).parent / "tasks"
 
 
-def names_in(folder: Path, wanted: Iterable[str] = ()) -> tuple[set[str], list[str]]:
+@cache
+def names_in(folder: Path, wanted: tuple[str, ...] = ()) -> tuple[set[str], list[str]]:
     """Which of the `wanted` names are words of lm-eval's task definitions, and the names of tasks that they have in
     plain text.
 

@@ -377,9 +377,9 @@ def test_mxfp4_experts_give_the_tokens_of_dequantized_ones(
 
 @pytest.mark.parametrize(("name", "schedule"), crossed(SPECULATIONS, ["v1", "v2"]))
 def test_a_check_from_graphs_is_equal(
-    open_toy: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
+    open_toy: Callable[..., Any], tmp_path: Path, use_checkpoints: Any, name: str, schedule: str
 ) -> None:
-    monkeypatch.setattr("specbatch.weights.open_checkpoint", open_toy)
+    use_checkpoints(open_toy)
     config = EngineConfig(
         model="toy", load_format="dummy", device="cuda", dtype="float32", max_model_len=120,
         speculation=with_schedule(SPECULATIONS[name], schedule), graphs=GRAPHS["graphs"],

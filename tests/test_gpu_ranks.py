@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from targets import MTP, SIZES, TARGETS
 
 from specbatch import Completion, Engine, EngineConfig, Graphs, SamplingParams, SpecbatchError, Speculation
-from specbatch.engine.ranks import rank_group, ranks
+from specbatch.engine.ranks import ranks
 from specbatch.engine.setup.prepare import prepare
 
 pytestmark = pytest.mark.gpu
@@ -113,11 +114,15 @@ def test_ranks_generate_the_tokens_of_one_device(
 @pytest.mark.parametrize("fault", ["join", "load", "capture", "launch", "memory", "stop", "kill"])
 @each_size
 def test_a_fault_of_another_rank_is_one_error(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, fault: str, size: int
+    tmp_path_factory: pytest.TempPathFactory,
+    stopped_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    size: int,
 ) -> None:
     """Prompts are long enough for a two-shot."""
     ranks.close_groups()
-    monkeypatch.setattr(rank_group, "SILENT_BEATS", 5)
+    stopped_after(5)
     path = folder(tmp_path_factory.getbasetemp(), "llama")
     sizes = json.loads((Path(path) / "config.json").read_text()) | {"hidden_size": 512, "max_position_embeddings": 8192}
     (Path(path) / "wide.json").write_text(json.dumps(sizes))

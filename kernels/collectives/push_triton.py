@@ -34,7 +34,7 @@ BLOCK = 64  # threads, of 16 bytes each
 
 
 @triton.jit(do_not_specialize=["vectors", "out_vectors"])  # a specialized 1 would be no tensor
-def _exchange_kernel(
+def exchange_kernel(
     x, residual, out, mailboxes, calls, abort, late, vectors, out_vectors, mailbox_bytes, timeout_ns,
     RANK: tl.constexpr, RANKS: tl.constexpr, KIND: tl.constexpr, EMPTY_WORD: tl.constexpr, REDUCES: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
@@ -121,7 +121,7 @@ class OneShot:
         self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor, out_vectors: int, reduces: bool
     ) -> None:
         vectors = x.numel() * x.element_size() // VECTOR
-        _exchange_kernel[(cdiv(vectors, BLOCK),)](
+        exchange_kernel[(cdiv(vectors, BLOCK),)](
             x, x if residual is None else residual, out, self._addresses, self._calls, self.abort, self.late, vectors,
             out_vectors, self.most + BLOCK * VECTOR, TIMEOUT_NS,
             RANK=self.rank, RANKS=self.ranks, KIND=KINDS[x.dtype], EMPTY_WORD=EMPTY, REDUCES=reduces,

@@ -33,7 +33,7 @@ BLOCKS = 264  # two for each SM of an H100 or H200
 
 
 @triton.jit(do_not_specialize=["vectors", "part"])
-def _two_shot_kernel(
+def two_shot_kernel(
     x, residual, out, mailboxes, calls, abort, late, vectors, part, mailbox_bytes, timeout_ns,
     RANK: tl.constexpr, RANKS: tl.constexpr, KIND: tl.constexpr, EMPTY_WORD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     THREADS: tl.constexpr, PDL: tl.constexpr,
@@ -145,7 +145,7 @@ class TwoShot:
         """Write the sum over ranks plus `residual` to `out`. All are alike, contiguous, and whole vectors."""
         size = x.numel() * x.element_size()
         part = self._part(size, self.ranks)
-        _two_shot_kernel[(min(part // BLOCK, BLOCKS),)](
+        two_shot_kernel[(min(part // BLOCK, BLOCKS),)](
             x, x if residual is None else residual, out, self._addresses, self._calls, self._abort, self._late,
             size // VECTOR, part, self._part(self.most, self.ranks) * VECTOR, TIMEOUT_NS,
             RANK=self.rank, RANKS=self.ranks, KIND=KINDS[x.dtype], EMPTY_WORD=EMPTY, HAS_RESIDUAL=residual is not None,

@@ -40,7 +40,7 @@ def head_gemm(x: torch.Tensor, weight: torch.Tensor, tile: HeadTile | None = Non
     if not tokens:
         return y
     tile = tile or tile_for(tokens, x.element_size())
-    _head_gemm[(cdiv(tokens, tile.tokens), cdiv(n, OUTPUTS), heads)](
+    head_gemm_kernel[(cdiv(tokens, tile.tokens), cdiv(n, OUTPUTS), heads)](
         x, weight, y, tokens, *x.stride()[:2], *weight.stride(), N=n, K=k, BT=tile.tokens, BN=OUTPUTS, BK=tile.columns,
         **pdl(x), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -48,11 +48,11 @@ def head_gemm(x: torch.Tensor, weight: torch.Tensor, tile: HeadTile | None = Non
 
 
 @triton.jit(do_not_specialize=["T"])
-def _head_gemm(
+def head_gemm_kernel(
     x, weight, y, T, x_token, x_head, weight_head, weight_k, weight_n,
     N: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weight is the first operand, as in `_fixed_order_gemm`."""
+    """The weight is the first operand, as in `fixed_order_gemm_kernel`."""
     head = tl.program_id(2).to(tl.int64)
     token = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     output, column = tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BK)

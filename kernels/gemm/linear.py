@@ -20,6 +20,9 @@ class Norm(NamedTuple):
     eps: float
 
 
+_LARGE = 1 << 16  # elements; measured for 1 to 40 rows: from twice as many on, the blocked layout is faster
+
+
 class Linear:
     """`norm(x) @ weight.T + bias + residual` for x [T, in], weight [out, in], bias [out], residual [T, out].
 
@@ -30,7 +33,7 @@ class Linear:
     On a CPU a float32 weight is kept in oneDNN's blocked layout, as inductor does when it freezes a model: for up to
     some 40 rows the GEMM then runs at the speed at which the weight can be read, about twice that of `F.linear`.
     oneDNN compiles and keeps a kernel, of about half a megabyte, for every number of rows. Rows are therefore padded to
-    few different numbers.
+    few different numbers. A small weight is left as it is: a call of oneDNN takes longer than its GEMM.
 
     In deterministic mode see `fixed_order` for a GPU, and `fixed_rows` for a CPU.
     """
@@ -38,7 +41,8 @@ class Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.shape = weight.shape
         self.bias = bias
-        self._blocked = is_blocked(weight.dtype, weight.device) and not runs_kernels(weight)
+        is_large = weight.numel() >= _LARGE
+        self._blocked = is_large and is_blocked(weight.dtype, weight.device) and not runs_kernels(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if self._blocked else weight
 
     @property

@@ -56,7 +56,7 @@ _TILES = {  # rows of a block: for weights of two bytes a value, and of one
     64: (Tile(128, 64, 4, 4), Tile(128, 64, 4, 4)),
     128: (Tile(256, 64, 8, 4), Tile(128, 64, 8, 4)),
 }
-_FOUR_BITS_TILES = {
+FOUR_BITS_TILES = {
     16: Tile(64, CHUNK, 4, 5),
     32: Tile(64, CHUNK, 4, 4),
     64: Tile(128, CHUNK, 8, 4),
@@ -88,7 +88,7 @@ def tile_for(rows: int, weight: Weight, item: int, pairs: int) -> Tile:
     if item == 1:
         return _FP8_TILE
     if isinstance(weight, (Int4Tiles, Mxfp4Weight)):
-        return _FOUR_BITS_TILES[rows]
+        return FOUR_BITS_TILES[rows]
     tile = _TILES[rows][weight.is_quantized]
     experts, outer, k = weight.shape
     steps = k // tile.k
@@ -166,7 +166,7 @@ def grouped(
         assert outer % (tile.n * tile.per_program) == 0, "several tiles of a program must be whole"
     y = torch.empty(len(plan.order), n, device=x.device, dtype=dtype)
     grid = most_blocks(tokens, rule, rows) * cdiv(outer, tile.n * tile.per_program)
-    _grouped_kernel[(grid,)](
+    grouped_kernel[(grid,)](
         x, x_scales, values, scales, bias, *plan, y, n, k, x.stride(0), 0 if x_scales is None else x_scales.stride(1),
         QUANTIZED=x_scales is not None, SHARE=1 if activation is None else rule.width, GATED=gated,
         CLAMPED=activation == "clamped_swiglu", GELU=activation == "geglu", SQUARED=activation == "relu2", **layout,
@@ -198,7 +198,7 @@ def _stored(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None, dict[str
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
-def _grouped_kernel(
+def grouped_kernel(
     x, x_scales, weight, scales, bias, order, blocks, used, y, N, K, x_stride, scale_stride, QUANTIZED: tl.constexpr,
     SHARE: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, SQUARED: tl.constexpr,
     SCALED: tl.constexpr, PER_CHANNEL: tl.constexpr, FP8: tl.constexpr, MXFP4: tl.constexpr,

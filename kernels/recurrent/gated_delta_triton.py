@@ -55,9 +55,9 @@ def delta_verify(
         common = {name: sizes[name] for name in ("KEYS", "VALUES", "K", "V", "BLOCK_K")}
         common |= {"HELD": held, "HELD_BLOCK": next_power_of_2(held), "COLUMNS": columns, **pdl(qkv)}
         if rows == 1:
-            _one_row[grid](*tensors, o, *strides, num_warps=1, **common)
+            one_row_kernel[grid](*tensors, o, *strides, num_warps=1, **common)
         else:
-            _chain[grid](
+            chain_kernel[grid](
                 *tensors, o, *strides, N=rows, ROWS=max(4, next_power_of_2(rows)), PRECISION=sizes["PRECISION"],
                 num_warps=columns // 16, maxnreg=registers, **common,
             )  # fmt: skip
@@ -76,7 +76,7 @@ def delta_verify(
 def columns_of_chain(
     heads: DeltaHeads, batch: int, rows: int, columns: int, precision: str, many: int = MANY
 ) -> tuple[int, int | None]:
-    """Columns of a state for a program of `_chain`, where others take `columns`, and the limit of its registers.
+    """Columns of a state for a program of `chain_kernel`, where others take `columns`, and the limit of its registers.
 
     More programs on a processor are worth some spilled registers.
     """
@@ -99,7 +99,7 @@ def normalise(
     sizes = kernel_sizes(heads, qkv)
     lines, tile = o.shape[0] * heads.values, max(1, _PROGRAM // next_power_of_2(heads.value_dim))
     k, g = (pending.k, pending.g) if pending is not None else (None, None)
-    _norm[(cdiv(lines, tile),)](
+    norm_kernel[(cdiv(lines, tile),)](
         o, qkv, z, a, heads.a_log, heads.dt_bias, heads.norm, None if replay is None else replay.rows, k, g,
         qkv.stride(0), z.stride(0), a.stride(0), 0 if k is None else k.stride(0), 0 if g is None else g.stride(0),
         lines, 1 if replay is None else len(qkv) // len(replay.rows), heads.eps,
@@ -198,7 +198,7 @@ def _replayed(
 
 
 @triton.jit
-def _one_row(
+def one_row_kernel(
     qkv, b, a, a_log, dt_bias, state, old_k, old_u, old_g, rows, count, o,
     qkv_stride, b_stride, a_stride, state_stride, k_stride, u_stride, g_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -233,7 +233,7 @@ def _one_row(
 
 
 @triton.jit
-def _chain(
+def chain_kernel(
     qkv, b, a, a_log, dt_bias, state, old_k, old_u, old_g, rows, count, o,
     qkv_stride, b_stride, a_stride, state_stride, k_stride, u_stride, g_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -378,7 +378,7 @@ def gated_norm(values, gate, w, eps, V: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["lines"])
-def _norm(
+def norm_kernel(
     o, qkv, z, a, a_log, dt_bias, weight, rows, kept_k, kept_g, qkv_stride, z_stride, a_stride, k_stride, g_stride,
     lines, n, eps,
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -87,7 +87,7 @@ def finish_rows(y: torch.Tensor, inputs: SsdInputs, replay: StateReplay | None =
         strides = xbc.stride(0), dt.stride(0), pending.stride(0), pending.stride(1)
     width = heads.columns[0] // heads.groups
     block = next_power_of_2(max(width, heads.state))
-    _finish[(len(y) * heads.groups,)](
+    finish_kernel[(len(y) * heads.groups,)](
         y, z, heads.norm.weight, *given, z.stride(0), *strides, heads.norm.eps,
         HEADS=heads.count, GROUPS=heads.groups, STATE=heads.state, WIDTH=width, BLOCK=block,
         num_warps=max(1, block // 1024), enable_fp_fusion=False, **pdl(y),
@@ -298,7 +298,7 @@ def _verify(
 
 
 @triton.jit(do_not_specialize=["n"])
-def _finish(
+def finish_kernel(
     y, z, norm, xbc, dt, pending, rows, n, z_stride, xbc_stride, dt_stride, slot_stride, pending_stride, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,

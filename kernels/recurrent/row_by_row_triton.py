@@ -75,7 +75,7 @@ def _delta_gates(inputs: DeltaInputs) -> torch.Tensor:
     qkv, _, b, a, heads, _ = inputs
     gates = torch.empty(len(qkv), heads.values, _GATES.value, device=qkv.device)
     lines = len(qkv) * heads.values
-    _delta_gates_kernel[(cdiv(lines, LINES),)](
+    delta_gates_kernel[(cdiv(lines, LINES),)](
         qkv, b, a, heads.a_log, heads.dt_bias, gates, lines, qkv.stride(0), b.stride(0), a.stride(0),
         KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, BLOCK_K=tile_side(heads.key_dim), TILE=LINES,
         num_warps=4, enable_fp_fusion=False, **pdl(qkv),
@@ -100,7 +100,7 @@ def _launch_delta(
     table = None if spans is None else spans.table
     slots, counts, path, ancestors = replay or (None, None, None, None)
     old = pending or (None, None, None)
-    _delta_walk[(sequences * heads.values * cdiv(heads.value_dim, COLUMNS),)](
+    delta_walk_kernel[(sequences * heads.values * cdiv(heads.value_dim, COLUMNS),)](
         qkv, gates, state, *old, table, slots, counts, path, ancestors if is_tree else None, o,
         rows, qkv.stride(0), state.stride(0), *(0 if item is None else item.stride(0) for item in (*old, table, path)),
         KEYS=heads.keys, VALUES=heads.values, K=heads.key_dim, V=heads.value_dim, BLOCK_K=tile_side(heads.key_dim),
@@ -119,7 +119,7 @@ def _delta_finish(
     qkv, z, _, _, heads, _ = inputs
     k, g = (None, None) if pending is None else (pending.k, pending.g)
     lines = len(o) * heads.values
-    _delta_finish_kernel[(cdiv(lines, LINES),)](
+    delta_finish_kernel[(cdiv(lines, LINES),)](
         o, qkv, z, gates, heads.norm, None if replay is None else replay.rows, k, g,
         lines, 1 if replay is None else len(o) // len(replay.rows), qkv.stride(0), z.stride(0),
         0 if k is None else k.stride(0), 0 if g is None else g.stride(0), heads.eps,
@@ -143,7 +143,7 @@ def _launch_ssd(
     xbc, dt, _, heads, (state, pending) = inputs
     table = None if spans is None else spans.table
     slots, counts, path, ancestors = replay or (None, None, None, None)
-    _ssd_walk[(sequences * heads.count * cdiv(heads.dim, ROWS),)](
+    ssd_walk_kernel[(sequences * heads.count * cdiv(heads.dim, ROWS),)](
         xbc, dt, y, state, pending, heads.a_log, heads.d, heads.dt_bias, table, slots, counts, path,
         ancestors if is_tree else None, rows, xbc.stride(0), dt.stride(0), state.stride(0), pending.stride(0),
         pending.stride(1), *(0 if item is None else item.stride(0) for item in (table, path)),
@@ -179,7 +179,7 @@ def _walk_rows(item, table, slots, ancestors, table_stride, n):
 
 
 @triton.jit(do_not_specialize=["lines", "b_stride", "a_stride"])
-def _delta_gates_kernel(
+def delta_gates_kernel(
     qkv, b, a, a_log, dt_bias, gates, lines, qkv_stride, b_stride, a_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
     PDL: tl.constexpr,
@@ -224,7 +224,7 @@ def _delta_update(s, fade, k, u, stored):
 
 
 @triton.jit(do_not_specialize=["n", "table_stride"])
-def _delta_walk(
+def delta_walk_kernel(
     qkv, gates, state, old_k, old_u, old_g, table, slots, counts, path, ancestors, o,
     n, qkv_stride, state_stride, k_stride, u_stride, g_stride, table_stride, path_stride,
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -285,7 +285,7 @@ def _delta_walk(
 
 
 @triton.jit(do_not_specialize=["lines", "n", "z_stride"])
-def _delta_finish_kernel(
+def delta_finish_kernel(
     o, qkv, z, gates, weight, slots, kept_k, kept_g, lines, n, qkv_stride, z_stride, k_stride, g_stride, eps,
     KEYS: tl.constexpr, VALUES: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -332,7 +332,7 @@ def _ssd_update(h, x, b, step, decay, stored):
 
 
 @triton.jit(do_not_specialize=["n", "table_stride", "dt_stride"])
-def _ssd_walk(
+def ssd_walk_kernel(
     xbc, dt, y, state, pending, a_log, d, dt_bias, table, slots, counts, path, ancestors,
     n, xbc_stride, dt_stride, state_stride, slot_stride, pending_stride, table_stride, path_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, BLOCK_S: tl.constexpr,

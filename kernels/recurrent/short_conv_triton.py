@@ -29,7 +29,7 @@ def conv_prefill(inputs: ConvInputs, spans: RaggedBatch, out: torch.Tensor | Non
     x, weight, bias, window, activation, before, after = inputs
     assert out is None or out.is_contiguous(), "out must be contiguous"
     y, tiles = x.new_empty(x.shape) if out is None else out, spans.tiles(_TOKENS)
-    _conv_prefill[(len(tiles), cdiv(x.shape[1], _CHANNELS))](
+    conv_prefill_kernel[(len(tiles), cdiv(x.shape[1], _CHANNELS))](
         x, before, after, weight, bias, window, tiles, spans.table, y,
         x.stride(0), _stride(before), _stride(after), *weight.stride(), window.stride(0), spans.table.stride(0),
         x.shape[1],
@@ -52,13 +52,13 @@ def conv_verify(inputs: ConvInputs, pending: torch.Tensor, replay: StateReplay) 
     strides = [x.stride(0), _stride(before), _stride(after), *weight.stride(), window.stride(0), pending.stride(0)]
     sizes = {"N": rows, "TAPS": weight.shape[1], "SILU": activation, "enable_fp_fusion": False, **pdl(x)}
     if replay.ancestors is None and rows <= _CHAIN:
-        _conv_chain[(cdiv(x.shape[1], _CHANNELS), len(replay.rows))](
+        conv_chain_kernel[(cdiv(x.shape[1], _CHANNELS), len(replay.rows))](
             *tensors, y, *strides, _stride(replay.path), x.shape[1], CHANNELS=_CHANNELS, num_warps=4, **sizes
         )
         return y
     block = next_power_of_2(rows)
     channels = min(256, max(32, _PROGRAM // block))
-    _conv_verify[(cdiv(x.shape[1], channels), len(replay.rows))](
+    conv_verify_kernel[(cdiv(x.shape[1], channels), len(replay.rows))](
         *tensors, replay.ancestors, y, *strides, _stride(replay.path), x.shape[1],
         ROWS=block, PAST=next_power_of_2(weight.shape[1] - 1), CHANNELS=channels, num_warps=4, **sizes,
     )  # fmt: skip
@@ -132,7 +132,7 @@ def _store(y, sums, after, line, after_stride, bias, channel, width, mask, SILU:
 
 
 @triton.jit(do_not_specialize=["table_stride"])
-def _conv_prefill(
+def conv_prefill_kernel(
     x, before, after, weight, bias, window, tiles, table, y,
     x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, table_stride, width,
     TAPS: tl.constexpr, SILU: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,
@@ -203,7 +203,7 @@ def _history(window, pending, kept, folded, slot, channel, width, mask, TAPS: tl
 
 
 @triton.jit
-def _conv_verify(
+def conv_verify_kernel(
     x, before, after, weight, bias, window, pending, rows, count, kept, ancestors, y,
     x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, pending_stride, kept_stride, width,
     N: tl.constexpr, ROWS: tl.constexpr, TAPS: tl.constexpr, PAST: tl.constexpr, SILU: tl.constexpr,
@@ -253,7 +253,7 @@ def _conv_verify(
 
 
 @triton.jit
-def _conv_chain(
+def conv_chain_kernel(
     x, before, after, weight, bias, window, pending, rows, count, kept, y,
     x_stride, before_stride, after_stride, weight_stride, tap_stride, window_stride, pending_stride, kept_stride, width,
     N: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, CHANNELS: tl.constexpr, PDL: tl.constexpr,

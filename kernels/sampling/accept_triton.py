@@ -44,7 +44,7 @@ def unpack(packed):
 
 
 @triton.jit
-def _argmax_kernel(
+def argmax_kernel(
     logits, partials, sums, vocabulary, first, group, outer, inner, chunks, steps, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def sum_below(top, tops, sums):
 def load_chosen(partials, finite, sequence, place, chunks, N: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
     """The tokens chosen at each of a sequence's rows, and whether all of their logits are finite.
 
-    partials: int64 [B * N, chunks] of _argmax_kernel, or where BLOCK_CHUNKS is 0 the chosen tokens int64 [B, N], with
+    partials: int64 [B * N, chunks] of argmax_kernel, or where BLOCK_CHUNKS is 0 the chosen tokens int64 [B, N], with
     finite bool [B, N], which is not read otherwise.
     """
     if BLOCK_CHUNKS:
@@ -187,7 +187,7 @@ def _partials(
     chunks = cdiv(blocks, steps)
     partials = torch.empty(rows, chunks, dtype=torch.int64, device=logits.device)
     sums = torch.empty(rows, chunks, device=logits.device) if has_sums else None
-    _argmax_kernel[(rows, chunks)](
+    argmax_kernel[(rows, chunks)](
         logits, partials, sums, vocabulary if count is None else count, first, group, logits.stride(0),
         logits.stride(-2), chunks, steps,
         BLOCK=block, **pdl(logits),

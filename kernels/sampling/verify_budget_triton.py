@@ -21,7 +21,7 @@ VALUE_BITS = 30  # enough for 1 + the bit pattern of a float32 between 0 and 1
 
 
 @triton.jit(do_not_specialize=["batch", "total", "columns"])
-def _spend_kernel(
+def spend_kernel(
     counts, recent, slots, drafted, confidence, temperature, verified, levels, places, rows, firsts, batch, total,
     columns, spacing, draft_spacing,
     DRAFTS: tl.constexpr, BATCH: tl.constexpr, NODES: tl.constexpr, VALUE_BITS: tl.constexpr, TIE_BITS: tl.constexpr,
@@ -101,7 +101,7 @@ def spend(
     verified, levels = torch.empty_like(slots), slots.new_empty(batch, most)
     places, rows, firsts = (slots.new_empty(size) for size in (total, batch * (most + 1), batch + 1))
     block, nodes = next_power_of_2(batch), next_power_of_2(most + 1)
-    _spend_kernel[(1,)](
+    spend_kernel[(1,)](
         counts, recent, slots, proposal.drafted, confidence, temperature, verified, levels, places, rows, firsts, batch,
         total, recent.stride(0), *((0, 0) if confidence is None else confidence.stride()),
         DRAFTS=most, BATCH=block, NODES=nodes, VALUE_BITS=VALUE_BITS, TIE_BITS=(block * nodes).bit_length() - 1,
@@ -112,7 +112,7 @@ def spend(
 
 
 @triton.jit(do_not_specialize=["batch", "columns"])
-def _learn_kernel(
+def learn_kernel(
     counts, recent, slots, verified, levels, accepted, batch, columns, spacing,
     DRAFTS: tl.constexpr, KINDS: tl.constexpr, MOST: tl.constexpr, MEMORY: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -155,7 +155,7 @@ def learn(
     levels = proposal.levels
     assert levels is not None, "no budget was spent on it"
     batch, most = levels.shape
-    _learn_kernel[(counts.shape[1],)](
+    learn_kernel[(counts.shape[1],)](
         counts, recent, slots, proposal.drafted, levels, accepted, batch, recent.stride(0),
         accepted.stride(0),
         DRAFTS=most, KINDS=counts.shape[1], MOST=MOST, MEMORY=MEMORY, BLOCK=min(1024, next_power_of_2(batch * most)),

@@ -14,14 +14,13 @@ from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.configs import configured
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
-from specbatch.config.values import read_samples, whole_numbers
+from specbatch.config.values import whole_numbers
 from specbatch.errors import refuse
-from specbatch.evals.options import EvalOptions
+from specbatch.evals.options import EvalOptions, GridOptions
 from specbatch.progress.bars import progress
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig
-    from specbatch.evals.grid import GridOptions
     from specbatch.evals.grid_table import Grid
     from specbatch.evals.report import EvalReport
     from specbatch.evals.several import SeveralReports
@@ -36,6 +35,7 @@ _PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if op
 @takes_engine(
     without=("simulate_accept_length", "simulate_accept"),
     settings=options_of(EvalOptions, panels=_PANELS),
+    comparison=options_of(GridOptions, _GRID),
     cluster=CLUSTER_OPTIONS,
 )
 def evaluate(
@@ -50,14 +50,6 @@ def evaluate(
     ],
     engine: EngineOptions,
     settings: dict[str, Any],
-    samples: Annotated[
-        str | None,
-        Option(
-            metavar="JSON|FILE",
-            help="Ask these questions of a task, from 0: '{\"gsm8k\": [0, 5]}'. Their examples are drawn as if there "
-            "were no others, as by lm-eval.",
-        ),
-    ] = None,
     include_path: Annotated[
         list[Path] | None,
         Option(
@@ -89,22 +81,7 @@ def evaluate(
             "commas.",
         ),
     ] = None,
-    repeats: Annotated[
-        int,
-        Option(
-            help="With --configs: rounds over the configurations, interleaved: A B C C B A. Speedups have an interval "
-            "from 2 on; use 3 or more, because that of 2 is 3.6 times as wide as that of 3.",
-            rich_help_panel=_GRID,
-        ),
-    ] = 1,
-    prompts_per_concurrency: Annotated[
-        int | None,
-        Option(
-            help="With --configs: questions of a point, as a multiple of its concurrency, but at least 4; the first "
-            "ones. Default: all questions at every concurrency.",
-            rich_help_panel=_GRID,
-        ),
-    ] = None,
+    comparison: dict[str, Any],
     cluster: dict[str, Any],
     output: Annotated[
         Path | None,
@@ -114,9 +91,6 @@ def evaluate(
             help="New folder for the results, or that of an interrupted eval to continue. Default: out/eval-TIME.",
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, Option("--overwrite", help="Start an interrupted eval over instead of continuing it.")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Evaluate tasks with lm-eval, and report acceptance and speed next to the score.
@@ -155,7 +129,6 @@ def evaluate(
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --configs do not
     apply.
     """
-    from specbatch.evals.grid import GridOptions
     from specbatch.evals.several import has_results
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.run.configurations import by_model
@@ -165,18 +138,19 @@ def evaluate(
     is_grid = ablation or configs is not None
     if is_grid:
         _check_grid(engine, configs, ablation)
-    elif prompts_per_concurrency is not None:
-        raise refuse("prompts_per_concurrency", prompts_per_concurrency, "goes with --configs; use --limit")
-    elif repeats != 1:
-        raise refuse("repeats", repeats, "goes with --configs; leave it out")
+    elif comparison["prompts_per_concurrency"] is not None:
+        works = "goes with --configs; use --limit"
+        raise refuse("prompts_per_concurrency", comparison["prompts_per_concurrency"], works)
+    elif comparison["repeats"] != 1:
+        raise refuse("repeats", comparison["repeats"], "goes with --configs; leave it out")
     elif steps is not None and len(steps) > 1:
         raise refuse("concurrency", concurrency, "one number, or several with --configs")
-    settings |= {"samples": read_samples(samples), "include_path": tuple(include_path or ())}
-    options = EvalOptions(",".join(tasks), seed=fewshot_seed, overwrite=overwrite, **settings)
+    settings["include_path"] = tuple(include_path or ())
+    options = EvalOptions(",".join(tasks), seed=fewshot_seed, **settings)
     if is_grid:
         engine, workers = clustered(engine, cluster, replicas=False)
         found, steps, left_out = _grid(engine, configs, steps, elsewhere=workers is not None)
-        points, models = GridOptions(options, steps, repeats, prompts_per_concurrency), by_model(found)
+        points, models = GridOptions(options, steps, **comparison), by_model(found)
         if workers is not None:
             one_group(found)
         plans = "*/" * (len(models) > 1) + "*/" * (len(options.names) > 1) + PLAN
@@ -289,11 +263,11 @@ def _compare(
     workers: Cluster | None,
 ) -> tuple[dict[str, dict[str, Grid]], list[int]]:
     """Run all points. The tables by model and task, and the exit statuses of models that have failed."""
-    from specbatch.evals.grid import evaluations, load_grids, run_grids
+    from specbatch.evals.grid import each_task, evaluations, load_grids, run_grids
     from specbatch.sweeps.run.loading import check
     from specbatch.sweeps.run.process import run_in_process
 
-    tasks, label = options.by_task(), f"eval {options.task.task}"
+    tasks, label = each_task(options), f"eval {options.task.task}"
     if len(models) == 1:
         [configs] = models.values()
         with progress(label, "requests") as report:

@@ -164,7 +164,7 @@ def _written(value: Any) -> str:
 
 ENGINE_OPTIONS = _derived()
 SAMPLING_OPTIONS = {name: option for name, option in options_of(SamplingParams, _SAMPLING).items() if name in SAMPLED}
-_ONLY_WITH_DRAFTS = tuple(
+ONLY_WITH_DRAFTS = tuple(
     item.name for item in fields(Speculation) if item.name not in ("algorithm", "schedule", "draft")
 )
 
@@ -206,15 +206,15 @@ class EngineOptions(SimpleNamespace):
             return Speculation()
         draft_tokens = self._draft_tokens()
         if self.spec is None and self.algorithm is None and self.draft is None:
-            for name in _ONLY_WITH_DRAFTS:
+            for name in ONLY_WITH_DRAFTS:
                 if getattr(self, name) != ENGINE_OPTIONS[name].default:
                     raise refuse(name, getattr(self, name), "nothing is drafted; add --algorithm, or leave it out")
         default = "standalone" if self.draft else "none" if self.spec is None else "ngram"
-        settings = {name: getattr(self, name) for name in ("draft", *_ONLY_WITH_DRAFTS)}
+        settings = {name: getattr(self, name) for name in ("draft", *ONLY_WITH_DRAFTS)}
         profile = None if self.simulate_accept is None else read_profile(self.simulate_accept)
         settings |= {
             "draft_tokens": draft_tokens,
-            "aux_layers": layers("aux_layers", self.aux_layers),
+            "aux_layers": None if self.aux_layers is None else layers("aux_layers", self.aux_layers),
             "simulate_accept": profile,
         }
         return Speculation(algorithm=self.algorithm or default, schedule=self.spec or "v2", **settings)

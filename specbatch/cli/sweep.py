@@ -22,19 +22,22 @@ from specbatch.cli.options import (
 )
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import configured_with_servers, only_server
-from specbatch.config.values import share, whole_numbers
+from specbatch.config.values import whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
 from specbatch.sweeps.http.server import Server
-from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, default_dataset
+from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, REPEATS, default_dataset
 from specbatch.sweeps.workload.lengths import shown
-from specbatch.sweeps.workload.workloads import LOAD, RANDOM, Workload
+from specbatch.sweeps.workload.rounds import Rounds
+from specbatch.sweeps.workload.workloads import RANDOM, Workload
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig
 
 _WORKLOAD, _SERVER = "Workload", "HTTP server"  # boxes of --help
 _DEFAULTS = {
+    "concurrency": f"{GPU.concurrency}; {CPU.concurrency} on a CPU",
+    "repeats": f"{REPEATS}",
     "dataset": f"{default_dataset(input_len_given=False)}; with --input-len {default_dataset(input_len_given=True)}",
     "input_len": f"{INPUT_LEN} with --dataset random or gsp",
     "output_len": f"{GPU.output_len}; {CPU.output_len} on a CPU",
@@ -48,6 +51,7 @@ _DEFAULTS = {
     sampling=SAMPLING_OPTIONS,
     cluster=CLUSTER_OPTIONS,
     workload=options_of(Workload, _WORKLOAD, defaults=_DEFAULTS),
+    rounds=options_of(Rounds, defaults=_DEFAULTS),
     of_server=options_of(Server, _SERVER),
 )
 def sweep(
@@ -56,14 +60,6 @@ def sweep(
     engine: EngineOptions,
     sampling: dict[str, Any],
     cluster: dict[str, Any],
-    concurrency: Annotated[
-        str | None,
-        Option(
-            help="Maximum numbers of requests in flight, separated by commas. "
-            f"Default: {GPU.concurrency}; {CPU.concurrency} on a CPU.",
-            rich_help_panel=LOAD,
-        ),
-    ] = None,
     configs: Annotated[
         str,
         Option(
@@ -71,27 +67,8 @@ def sweep(
             "defines them."
         ),
     ] = "baseline,v1,v2",
+    rounds: dict[str, Any],
     workload: dict[str, Any],
-    repeats: Annotated[
-        int,
-        Option(
-            help="Rounds over the configurations, interleaved: A B C C B A. Use 3 or more: one has no intervals, and "
-            "those of 2 are 3.6 times as wide as those of 3.",
-            rich_help_panel=LOAD,
-        ),
-    ] = 3,
-    until_precise: Annotated[
-        str | None,
-        Option(
-            metavar="P%",
-            help="Add rounds, after --repeats, until the 95% interval of every ratio of "
-            "output tok/s to the baseline, valid at every number of rounds, is at most ±P%.",
-            rich_help_panel=LOAD,
-        ),
-    ] = None,
-    most_repeats: Annotated[
-        int, Option(help="--until-precise: maximum number of rounds at a concurrency.", rich_help_panel=LOAD)
-    ] = 10,
     engine_kind: Annotated[
         str,
         Option(
@@ -191,9 +168,12 @@ def sweep(
         raise refuse("distributed", cluster["distributed"], "does not apply to a server; leave it out")
     on_cpu = engine_kind == "specbatch" and device_type(engine.device) == "cpu"
     lengths = CPU if on_cpu else GPU
-    steps = whole_numbers("concurrency", lengths.concurrency if concurrency is None else concurrency)
+    is_shortened = on_cpu and None in (
+        rounds["concurrency"], workload["output_len"], workload["prompts_per_concurrency"]
+    )  # fmt: skip
+    steps = rounds["concurrency"] or whole_numbers("concurrency", lengths.concurrency)
+    repeats = REPEATS if rounds["repeats"] is None else rounds["repeats"]
     input_len, thinking = workload["input_len"], workload["thinking"]
-    is_shortened = on_cpu and None in (concurrency, workload["output_len"], workload["prompts_per_concurrency"])
     usual: dict[str, Any] = {
         "dataset": default_dataset(input_len_given=input_len is not None),
         "output_len": lengths.output_len,
@@ -205,13 +185,15 @@ def sweep(
     asked = Workload(**given, **sampling, seed=engine.seed, read_task=task_prompts)
     for note in asked.notes():
         say(note)
-    precise = None if until_precise is None else share("until_precise", until_precise)
+    precise = rounds["until_precise"]
     if precise is None and is_given(context, "most_repeats"):
-        raise refuse("most_repeats", most_repeats, "goes with --until-precise; leave it out, or use --repeats")
+        raise refuse(
+            "most_repeats", rounds["most_repeats"], "goes with --until-precise; leave it out, or use --repeats"
+        )
     if precise is not None and (engine_kind != "specbatch" or workers is not None):
         where = "a server, which has no baseline" if workers is None else "the workers of a cluster"
-        raise refuse("until_precise", until_precise, f"does not apply to {where}; use --repeats")
-    options = SweepOptions(steps, repeats, asked, until_precise=precise, most_repeats=most_repeats)
+        raise refuse("until_precise", f"{100 * precise:g}%", f"does not apply to {where}; use --repeats")
+    options = SweepOptions(**rounds | {"concurrency": steps, "repeats": repeats}, workload=asked)
     server = only_server(engine, of_server, context.params, lambda name: is_given(context, name))
     engines: dict[str, EngineConfig | Server] = {}
     if server is None:
@@ -247,12 +229,12 @@ def sweep(
             with progress("sweep", "requests") as report:
                 run_server(server, options, folder, log=say, report=report)
             summary, rows = _summary(folder, wide=wide)
-            reports = _reports(folder)
+            reports = write_reports(folder)
         elif len(models) == 1:
             with progress("sweep", "requests") as report:
                 run_sweep(engines, options, folder, log=say, report=report, cluster=workers)
             summary, rows = _summary(folder, wide=wide)
-            reports = _reports(folder)
+            reports = write_reports(folder)
         else:
             for ours in models.values() if workers is None else ():  # fail before a model has run for hours, not after
                 check(options.fitted(ours))
@@ -267,7 +249,7 @@ def sweep(
                     text, found = _summary(folder / name, wide=wide)
                     summary += f"## {name}\n\n{text}\n"
                     rows += [{"model": name, **row} for row in found]
-                    reports += _reports(folder / name)
+                    reports += write_reports(folder / name)
             if len(statuses) == len(models):
                 raise typer.Exit(2 if set(statuses) == {2} else 1)
     lines = "\n".join([results(folder, wide=wide), *(f"plots: {path}" for path in reports)])
@@ -293,7 +275,7 @@ def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:
     return markdown(records, rows, unfinished(folder), brief=not wide), as_json(rows)
 
 
-def _reports(folder: Path) -> list[str]:
+def write_reports(folder: Path) -> list[str]:
     """Write what `specbatch report` writes; returns the path of the page. The results are complete without plots, so
     that an error is a warning."""
     from specbatch.sweeps.report.report import write_report

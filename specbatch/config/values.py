@@ -23,10 +23,8 @@ def whole_numbers(setting: str, text: str) -> tuple[int, ...]:
         raise refuse(setting, text, "use whole numbers of at least 1, separated by commas: 1,8,32,128") from None
 
 
-def layers(setting: str, text: str | None) -> tuple[int, ...] | None:
-    """Comma-separated layers; None of None."""
-    if text is None:
-        return None
+def layers(setting: str, text: str) -> tuple[int, ...]:
+    """Comma-separated layers."""
     try:
         return tuple(int(layer) for layer in text.split(","))
     except ValueError:
@@ -73,16 +71,14 @@ def duration(setting: str, text: str) -> float:
     return float(total)
 
 
-def read_samples(text: str | None) -> dict[str, Any] | None:
+def read_samples(setting: str, text: str) -> dict[str, Any]:
     """The question numbers by task of --samples: JSON, or the path of a JSON file."""
-    if text is None:
-        return None
     works = """use JSON or the path of a JSON file, such as '{"gsm8k": [0, 5, 7]}'"""
-    written = text if text.lstrip().startswith(("{", "[")) else read_text("samples", Path(text), works)
+    written = text if text.lstrip().startswith(("{", "[")) else read_text(setting, Path(text), works)
     try:
         found = parse_json(written, unique=True)
     except UnreadableError as error:
-        raise refuse("samples", text, f"{error}; {works}") from None
+        raise refuse(setting, text, f"{error}; {works}") from None
     if not isinstance(found, dict) or not found:
-        raise refuse("samples", text, works)
+        raise refuse(setting, text, works)
     return found

@@ -83,13 +83,13 @@ class DecodeMetadata(DecodeQueries):
 
     def bind(self, cache: KVCache) -> AttentionContext:
         if cache.has_latents:
-            return _BoundDecode(self, cache, latent_decode_attention(self, cache.group, cache.dtype))
+            return BoundDecode(self, cache, latent_decode_attention(self, cache.group, cache.dtype))
         attention = decode_attention(self, self.masks or (Mask(),), cache.group, cache.dtype)
-        return _BoundDecode(self, cache, attention)
+        return BoundDecode(self, cache, attention)
 
 
 @dataclass(frozen=True)
-class _BoundDecode:
+class BoundDecode:
     metadata: DecodeMetadata
     cache: KVCache
     attention: DecodeAttention

@@ -14,8 +14,8 @@ from threading import Lock
 READING_S = 1.8  # CPU seconds to translate a schema and to parse an expression
 COMPILING_S = 2.8  # CPU seconds to compile it; with the first use of this code, 5 in all
 MOST_STATES = 16_000  # of an automaton over bytes
-_KEPT = 1 << 24  # characters, of results and of refusals
-_ENTRY = 200  # characters that an entry takes beside its text
+KEPT = 1 << 24  # characters, of results and of refusals
+ENTRY = 200  # characters that an entry takes beside its text
 _LITTLE = 2_000  # steps between two looks at the clock: about 1 ms
 
 
@@ -91,7 +91,7 @@ class KeptTexts:
             self._size -= _size(self._texts.pop(_digest(key), None))
             self._texts[_digest(key)] = text
             self._size += _size(text)
-            while self._size > _KEPT and len(self._texts) > 1:
+            while self._size > KEPT and len(self._texts) > 1:
                 self._size -= _size(self._texts.popitem(last=False)[1])
 
 
@@ -127,4 +127,4 @@ def _digest(text: str) -> bytes:
 
 
 def _size(text: str | None) -> int:
-    return 0 if text is None else len(text) + _ENTRY
+    return 0 if text is None else len(text) + ENTRY

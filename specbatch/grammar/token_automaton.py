@@ -18,7 +18,7 @@ from specbatch.grammar.regex import ByteAutomaton
 FREE = -1  # the state of a request that nothing constrains
 FORCED_CELLS = 2  # int16, at the end of each row: the bits of the token that is forced, or -1
 _MOST = 2**15 - 1  # states or classes that an int16 holds
-_MOST_CELLS = 1 << 26  # int16, of all functions: 128 MiB
+MOST_CELLS = 1 << 26  # int16, of all functions: 128 MiB
 _CELLS_OF_A_STEP = 500  # that NumPy handles in the time of `limits.spend(1)`
 _FEW = 64  # tokens that may follow where one is forced, at most
 
@@ -117,7 +117,7 @@ class _Functions:
         spend(4 + function.size // _CELLS_OF_A_STEP)
         key = function.tobytes()
         if key not in self._indices:
-            if (len(self._known) + 1) * function.size > _MOST_CELLS:
+            if (len(self._known) + 1) * function.size > MOST_CELLS:
                 raise RegexError("it takes too much work with this vocabulary: repeat less, or match less in between")
             self._indices[key] = len(self._known)
             self._known.append(np.frombuffer(key, dtype=np.int16))  # the same memory

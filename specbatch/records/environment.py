@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,18 @@ def versions() -> dict[str, str]:
     """Versions of Python, of this package and of the libraries it runs on."""
     found = {"python": platform.python_version(), "specbatch": __version__}
     for name in ("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        if (version := _version(name)) is not None:
+            found[name] = version
     return found
+
+
+@cache
+def _version(package: str) -> str | None:
+    """Of an installed package. Each record has it, and the package's metadata takes milliseconds to parse."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def hardware() -> dict[str, Any]:

@@ -38,7 +38,7 @@ class LocalProcesses:
                 works = f"each replica needs a core and this process has {cores}"
                 raise refuse("data_parallel", count, f"{works}; use at most {max(cores, LEAST_ON_CPU)}")
             threads = str(max(1, cores // (count * config.tensor_parallel)))
-            self._settings = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or threads}] * count
+            self.settings = [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or threads}] * count
             return
         each, present = config.tensor_parallel, torch.cuda.device_count()
         if device.index or count * each > present:
@@ -46,11 +46,11 @@ class LocalProcesses:
             works = f"{count} replicas{groups} use CUDA devices 0 to {count * each - 1} and this machine has {present}"
             raise refuse("data_parallel", count, f"{works}; use device cuda and at most {present // each}")
         names = (os.environ.get(VISIBLE) or ",".join(map(str, range(present)))).split(",")
-        self._settings = [{VISIBLE: ",".join(names[at * each : (at + 1) * each])} for at in range(count)]
+        self.settings = [{VISIBLE: ",".join(names[at * each : (at + 1) * each])} for at in range(count)]
 
     def start(self, place: int, deliver: Callable[[Message], None]) -> ReplicaProcess:
         """Start the replica in a place from 0 to `most` - 1. deliver: called with its messages, in another thread."""
-        return ReplicaProcess(self._settings[place], deliver)
+        return ReplicaProcess(self.settings[place], deliver)
 
 
 class ReplicaProcess:

@@ -54,12 +54,12 @@ def connected(cluster: Cluster, config: EngineConfig) -> Iterator[None]:
     try:
         ray.init(address, **how)
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-        raise refuse("address", cluster.address, _why_not(str(error))) from error
+        raise refuse("address", cluster.address, why_not(str(error))) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set its own
     try:
         if address == LOCAL:
-            _check_size(cluster, cluster.needs_of(config), ray.cluster_resources())
+            check_size(cluster, cluster.needs_of(config), ray.cluster_resources())
         yield
     finally:
         ray.shutdown()
@@ -84,7 +84,7 @@ def _answering(address: str) -> str:
     return address if address == AUTO else f"{host}:{port or PORT}"
 
 
-def _why_not(error: str) -> str:
+def why_not(error: str) -> str:
     lines = [line.strip() for line in error.splitlines() if line.strip()]
     if "Version mismatch" in error:
         theirs, own = (
@@ -100,7 +100,7 @@ def _why_not(error: str) -> str:
     return f"Ray cannot connect: {' '.join(lines[:2])}"
 
 
-def _check_size(cluster: Cluster, each: Mapping[str, int], present: Mapping[str, float]) -> None:
+def check_size(cluster: Cluster, each: Mapping[str, int], present: Mapping[str, float]) -> None:
     for name, count in each.items():
         if cluster.least * count > (there := int(present.get(name, 0))):
             needed = f"{counted(cluster.least, 'worker')} would need {counted(cluster.least * count, name)}"

@@ -178,7 +178,7 @@ class WholeGraphs:
         """run: the decode step over slots [B] and a number of drafts, one of `draft_lengths`; most: largest batch."""
         self.counters = GraphCounters()
         self._run = run
-        self._recorder = recorder
+        self.recorder = recorder
         self._buckets = batch_buckets(most)
         self._draft_lengths = draft_lengths
         self._graphs: dict[tuple[int, int, SamplingFlags], Program] = {}
@@ -252,7 +252,7 @@ class WholeGraphs:
         # A step over padding slots is harmless if its result goes to the next place: others may be in flight.
         self._rows.zero_()
         self._sent = []
-        self._recorder.warm(program)
+        self.recorder.warm(program)
         self._place.fill_(self._turn)
-        replay = self._graphs[bucket, num_drafts, flags] = self._recorder.record(program)
+        replay = self._graphs[bucket, num_drafts, flags] = self.recorder.record(program)
         return replay

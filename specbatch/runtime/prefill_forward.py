@@ -38,7 +38,7 @@ from specbatch.runtime.cuda_graphs import (
 from specbatch.runtime.structure import structure_of
 
 
-def _most_spans(bucket: int) -> int:
+def most_spans(bucket: int) -> int:
     """Most sequences of a pass of so many tokens that is recorded as a whole."""
     return max(16, bucket // 64)
 
@@ -121,7 +121,7 @@ class PiecewiseGraphs:
         self._wholes: dict[tuple[int, bool], Program] = {}
         short = [bucket for bucket in self._buckets if bucket <= SHORT_TOKENS and cache.attention.recordable]
         self._spans = {
-            (bucket, fresh): StaticRaggedBatch(bucket, _most_spans(bucket), page_table, cache.page_size, fresh=fresh)
+            (bucket, fresh): StaticRaggedBatch(bucket, most_spans(bucket), page_table, cache.page_size, fresh=fresh)
             for bucket in short
             for fresh in (True, False)
         }
@@ -147,7 +147,7 @@ class PiecewiseGraphs:
 
     def capture(self) -> Iterator[None]:
         layers = len(self._model.layers)
-        all_unlike = self._unlike(layers)
+        all_unlike = self.unlike(layers)
         for bucket in reversed(self._buckets):
             if (bucket, True) in self._spans:
                 for key in ((bucket, True), (bucket, False)):
@@ -173,7 +173,7 @@ class PiecewiseGraphs:
             return _run_eagerly(self._model, self._cache, metadata, rows, tokens)
         bucket = bucket_of(self._buckets, count)
         key = bucket, spans.fresh
-        is_whole = key in self._wholes and len(spans.counts) <= _most_spans(bucket)
+        is_whole = key in self._wholes and len(spans.counts) <= most_spans(bucket)
         if is_whole:  # the graph fills its inputs
             self._spans[key].load(spans, given=tokens is not None)
         if not is_whole or is_rehearsing():  # a later pass of many sequences needs this kernel, too
@@ -207,14 +207,14 @@ class PiecewiseGraphs:
 
     def _record_segments(self, bucket: int) -> None:
         programs = list(self._programs(bucket, self._in_segments))
-        unlike = self._unlike(self._in_segments)
+        unlike = self.unlike(self._in_segments)
         for index in (0, *(index + 1 for index in unlike if index + 1 < len(programs))):
             self._recorder.warm(programs[index])
         self._segments[bucket] = [
             self._recorder.record(segment) for segment in self._programs(bucket, self._in_segments)
         ]
 
-    def _unlike(self, count: int) -> list[int]:
+    def unlike(self, count: int) -> list[int]:
         """Of the first `count` layers those after whose operation something else is launched than after that of an
         earlier one. What is compiled or allocated on first use is so for all layers once it is for these."""
         model, found = self._model, dict[object, int]()

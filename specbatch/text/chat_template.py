@@ -48,7 +48,7 @@ class ChatTemplate:
         self.source = source
         self.name = name
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self.process: _Process | None = None
         self._owner = 0  # the process id that started it; a fork must not share its pipes
         self._exceeded = 0
         self._rendered = False  # a text, once
@@ -91,7 +91,7 @@ class ChatTemplate:
         """
         with self._lock:
             self._ahead.clear()
-            process = self._process
+            process = self.process
             if not self._rendered or process is None or not self._runs:
                 return
             requests, size = [], 0
@@ -102,7 +102,7 @@ class ChatTemplate:
                 if size > AHEAD:
                     break
             try:
-                replies = _exchange(process, marshal.dumps(requests), len(requests))
+                replies = exchange(process, marshal.dumps(requests), len(requests))
             except BaseException:  # Ctrl-C, as in `_ask`
                 self._close(process)
                 raise
@@ -114,13 +114,13 @@ class ChatTemplate:
 
     @property
     def _runs(self) -> bool:
-        return self._process is not None and self._owner == os.getpid()
+        return self.process is not None and self._owner == os.getpid()
 
     def _start(self) -> None:
         if len(self.source) > LONGEST:
             self._failure = f"it has {len(self.source):,} characters; a template has at most {LONGEST:,}"
             return
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-P", template_worker.__file__, *map(str, (CPU_SECONDS, MEMORY, LONGEST_OUTPUT))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -128,17 +128,17 @@ class ChatTemplate:
             process_group=0,  # Ctrl-C is for this process only
         )
         self._owner = os.getpid()
-        weakref.finalize(self, _stop, self._process, self._owner)
+        weakref.finalize(self, _stop, self.process, self._owner)
         kind, text = self._ask(self.source.encode(errors="surrogatepass"))
         if kind in (FAILED, TEMPLATE_ERROR):
             self._failure = f"it cannot be read ({text}); correct it, or use another"
 
     def _ask(self, request: bytes) -> tuple[int, str]:
         """The kind and the text of the reply. Raises SpecbatchError if there is none because of a limit."""
-        process = self._process
+        process = self.process
         assert process is not None
         try:
-            replies = _exchange(process, request)
+            replies = exchange(process, request)
         except BaseException:  # Ctrl-C: the reply would be taken for that of the next request
             self._close(process)
             raise
@@ -153,7 +153,7 @@ class ChatTemplate:
 
     def _close(self, process: _Process) -> None:
         _stop(process, self._owner)
-        self._process = None
+        self.process = None
 
 
 def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _packed(variables: dict[str, Any]) -> bytes:
     return marshal.dumps(variables, 2)
 
 
-def _exchange(process: _Process, request: bytes, count: int = 1) -> list[tuple[int, str]]:
+def exchange(process: _Process, request: bytes, count: int = 1) -> list[tuple[int, str]]:
     """Send a request and return the kind and text of its replies, fewer than `count` if the process ended."""
     assert process.stdin is not None
     assert process.stdout is not None

@@ -22,7 +22,7 @@ from specbatch.runtime.device import find_device, find_dtype
 from specbatch.runtime.loader import quantizes_activations, weight_bytes
 from specbatch.sweeps.check.verdict import Places
 
-_LOGIT_ROWS = 256  # computed at a time
+LOGIT_ROWS = 256  # computed at a time
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Referee:
         logprobs: list[float] = []
         hidden = self._hidden([*prompt, *answer[:-1]])[len(prompt) - 1 :]
         tokens = torch.tensor(answer, device=hidden.device)
-        for part, chosen in zip(hidden.split(_LOGIT_ROWS), tokens.split(_LOGIT_ROWS), strict=True):
+        for part, chosen in zip(hidden.split(LOGIT_ROWS), tokens.split(LOGIT_ROWS), strict=True):
             logits = self._logits(part)
             own = logits.gather(1, chosen[:, None])[:, 0]
             below += (logits.amax(-1) - own).tolist()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import SamplingParams
-from specbatch.errors import at_least, counted, each_once, refuse
+from specbatch.errors import counted, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
@@ -24,6 +24,7 @@ from specbatch.sweeps.run.runner import Measured, save_measured
 from specbatch.sweeps.run.sanity_checks import warnings
 from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
 from specbatch.sweeps.workload.heading import lines_of
+from specbatch.sweeps.workload.rounds import Rounds
 from specbatch.sweeps.workload.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
@@ -38,31 +39,14 @@ CPU_WARM_UP = 4  # requests and tokens: a CPU has nothing to compile, and a whol
 
 
 @dataclass(frozen=True)
-class SweepOptions:
-    """Which points are run: each configuration at each concurrency, `repeats` times.
+class SweepOptions(Rounds):
+    """Which points are run, and their workload. section: the name of this sweep in a bench of several."""
 
-    until_precise   adds rounds at each concurrency until the 95% interval of every ratio to the baseline, which is
-                    valid at every number of rounds (`specbatch.records.estimates`), is at most this (0.02: ±2%), or
-                    `most_repeats` rounds have run; None: adds none
-    section         the name of this sweep in a bench, which consists of several
-    """
-
-    concurrency: tuple[int, ...] = (1, 8, 32, 128)
-    repeats: int = 1
     workload: Workload = field(default_factory=Workload)
     section: str = ""
-    until_precise: float | None = None
-    most_repeats: int = 10
 
     def __post_init__(self) -> None:
-        for number in self.concurrency:
-            if number < 1:
-                raise refuse("concurrency", number, "use whole numbers of at least 1, for example 1,8,32,128")
-        each_once("concurrency", self.concurrency)
-        at_least("repeats", self.repeats, 1)
-        if self.until_precise is not None:
-            at_least("repeats", self.repeats, 2)  # of one there is no interval
-            at_least("most_repeats", self.most_repeats, self.repeats)
+        super().__post_init__()
         most, count = max(self.concurrency), self.workload.count(max(self.concurrency))
         if most > count and not self.workload.is_open:
             raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or more groups")

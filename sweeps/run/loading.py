@@ -115,13 +115,13 @@ def loaded(
 
 def shares_of(configs: Mapping[str, EngineConfig]) -> list[MemoryShare]:
     """Of the memory, for engines that are built one after the other and run one at a time."""
-    pages, count = _shared_pages(configs), len(configs)
+    pages, count = shared_pages(configs), len(configs)
     if pages is None and all(config.kv_pages for config in configs.values()):
         return [EXCLUSIVE] * count
     return [MemoryShare(index, count, pages=pages) for index in range(count)]
 
 
-def _shared_pages(configs: Mapping[str, EngineConfig]) -> int | None:
+def shared_pages(configs: Mapping[str, EngineConfig]) -> int | None:
     if len(configs) == 1 or any(config.prefix_cache for config in configs.values()):
         return None
     from specbatch.engine.setup.memory_plan import pages_of_shared_pool

@@ -18,6 +18,7 @@ class Lengths:
 GPU = Lengths("1,8,32,128", 128, 4)
 CPU = Lengths("1,8,32", 32, 1)  # the bundled model takes about ten minutes on two cores
 LEAST_PROMPTS = 4  # of a point, so that medians mean something
+REPEATS = 3
 INPUT_LEN = 128  # tokens of a random prompt
 LONG_RUN = (
     f"--output-len {GPU.output_len} --prompts-per-concurrency {GPU.prompts_per_concurrency} "

@@ -23,6 +23,7 @@ from specbatch.records.objectives import Objectives
 from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categories, read_dataset
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
+from specbatch.sweeps.workload.rounds import LOAD
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ SENT = frozenset(
     {*SAMPLED, "seed", "max_new_tokens", "stop", "ignore_eos", "skip_special_tokens"}
 )  # of a row's parameters, to a server
 RANDOM = ("random", "gsp")  # datasets of random token ids
-LOAD, TEMPLATE = "Load", "Chat template"  # boxes of --help
+TEMPLATE = "Chat template"  # a box of --help
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -47,16 +46,31 @@ class StubTokenizer:
 
 
 class StubEngine:
-    """Echoes the last token of the prompt plus 1, 2, 3 ...; two tokens per verify when it speculates."""
+    """Echoes the last token of the prompt plus 1, 2, 3 ...; two tokens per verify when it speculates.
 
-    built: ClassVar[list[EngineConfig]] = []
-    lenders: ClassVar[list[StubEngine | None]] = []  # whose weights each of them uses
-    shares: ClassVar[list[MemoryShare]] = []
-    order: ClassVar[list[str]] = []  # schedule of each measured generate
-    arrived: ClassVar[list[list[float] | None]] = []  # when its prompts did
+    Each test has a subclass of its own: what it sets there or finds there ends with the test. A test may set the
+    functions that are called when an engine is prepared, built, entered, given prompts, about to answer or left, and
+    fail in them."""
+
+    built: ClassVar[list[EngineConfig]]
+    lenders: ClassVar[list[StubEngine | None]]  # whose weights each of them uses
+    shares: ClassVar[list[MemoryShare]]
+    order: ClassVar[list[str]]  # schedule of each measured generate
+    arrived: ClassVar[list[list[float] | None]]  # when its prompts did
     forgot: ClassVar[int] = 0  # how often a prefix cache was emptied
-    interrupt_after: int | None = None  # completions, over all engines
-    kv_pages = 1000
+    interrupt_after: ClassVar[int | None] = None  # completions, over all engines
+    kv_pages: ClassVar[int] = 1000
+    tokenizer_class: ClassVar[type[StubTokenizer]] = StubTokenizer
+
+    preparing: ClassVar[Callable[[EngineConfig], object]] = lambda config: None
+    building: ClassVar[Callable[[EngineConfig], object]] = lambda config: None
+    entering: ClassVar[Callable[[], object]] = lambda: None
+    leaving: ClassVar[Callable[[], object]] = lambda: None
+    streaming: ClassVar[Callable[[EngineConfig, int | None], object]] = lambda config, concurrency: None
+    answering: ClassVar[Callable[[Any, SamplingParams], Any]] = lambda prompt, params: prompt  # what is answered
+
+    def __init_subclass__(cls) -> None:
+        cls.built, cls.lenders, cls.shares, cls.order, cls.arrived = [], [], [], [], []
 
     def __init__(
         self,
@@ -67,10 +81,11 @@ class StubEngine:
         weights_of: StubEngine | None = None,
         share: MemoryShare = EXCLUSIVE,
     ) -> None:
-        StubEngine.built.append(config)
-        StubEngine.lenders.append(weights_of)
-        StubEngine.shares.append(share)
-        self.config, self.tokenizer = config, StubTokenizer()
+        type(self).building(config)
+        self.built.append(config)
+        self.lenders.append(weights_of)
+        self.shares.append(share)
+        self.config, self.tokenizer = config, self.tokenizer_class()
         self.caps: dict[str, Any] = {
             "max_running": config.max_running, "max_model_len": config.max_model_len or 256,
             "kv_pages": self.kv_pages, "page_size": 16, "verify_rows": config.speculation.num_drafts + 1,
@@ -82,10 +97,12 @@ class StubEngine:
             log("memory plan: nothing")
 
     def __enter__(self) -> StubEngine:
+        type(self).entering()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+        type(self).leaving()
 
     def close(self) -> None: ...
 
@@ -115,8 +132,9 @@ class StubEngine:
         arrivals: list[float] | None = None,
         text: bool = True,
     ) -> Iterator[StreamEvent]:
-        StubEngine.arrived.append(arrivals)
-        StubEngine.order.append(f"{self.config.speculation.algorithm}/{self.config.speculation.schedule}/{concurrency}")
+        type(self).streaming(self.config, concurrency)
+        self.arrived.append(arrivals)
+        self.order.append(f"{self.config.speculation.algorithm}/{self.config.speculation.schedule}/{concurrency}")
         each = repeat(params) if isinstance(params, SamplingParams) else params
         requests = zip(count(), prompts, each, strict=False)
         # Prompts are taken as far as the concurrency allows, and completions arrive in another order than the input's.
@@ -125,10 +143,10 @@ class StubEngine:
                 yield from self._answer(index, prompt, own)
 
     def _answer(self, index: int, prompt: Any, params: SamplingParams) -> Iterator[StreamEvent]:
-        if StubEngine.interrupt_after == 0:
+        if self.interrupt_after == 0:
             raise KeyboardInterrupt
-        if StubEngine.interrupt_after is not None:
-            StubEngine.interrupt_after -= 1
+        if self.interrupt_after is not None:
+            type(self).interrupt_after = self.interrupt_after - 1
         for sample in range(params.n):
             completion = replace(self._complete(index, prompt, params), sample=sample)
             self.done.append(completion)
@@ -141,7 +159,7 @@ class StubEngine:
             raise refuse("prompt", f"{len(tokens)} tokens", "too long for the stub")
 
     def forget_prefixes(self) -> None:
-        StubEngine.forgot += 1
+        type(self).forgot += 1
 
     def reset_record(self, *, rows: bool = True) -> None:
         self.done = []
@@ -157,6 +175,7 @@ class StubEngine:
         )
 
     def _complete(self, index: int, prompt: Any, params: SamplingParams) -> Completion:
+        prompt = type(self).answering(prompt, params)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         self.check(ids, params)
         if ids[:5] == list(b"!fail"):
@@ -174,19 +193,18 @@ class StubEngine:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
+def engine(use_packages: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[StubEngine]:
     """The stub instead of the engine, a stub of the model registry, and an empty working folder."""
-    for name in ("built", "lenders", "shares", "order", "arrived"):
-        monkeypatch.setattr(StubEngine, name, [])
-    for name, value in (("forgot", 0), ("interrupt_after", None), ("kv_pages", 1000)):
-        monkeypatch.setattr(StubEngine, name, value)
+
+    class Engine(StubEngine): ...
+
     module = types.ModuleType("specbatch.engine.engine")
-    module.Engine = StubEngine  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "specbatch.engine.engine", module)
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prepare", lambda config, say: None)
-    monkeypatch.setattr("specbatch.sweeps.run.loading._shared_pages", lambda configs: None)
+    module.Engine = Engine  # type: ignore[attr-defined]
+    use_packages({"specbatch.engine.engine": module})
+    monkeypatch.setattr("specbatch.engine.setup.prepare.prepare", lambda config, say: Engine.preparing(config))
+    monkeypatch.setattr("specbatch.sweeps.run.loading.shared_pages", lambda configs: None)
     monkeypatch.chdir(tmp_path)
-    return StubEngine
+    return Engine
 
 
 @pytest.fixture
@@ -246,6 +264,6 @@ def plots() -> None:
 
 
 @pytest.fixture(autouse=True)
-def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def undrawn(request: pytest.FixtureRequest) -> None:
     if "plots" not in request.fixturenames:
-        monkeypatch.setattr("specbatch.cli.sweep._reports", lambda folder: [])
+        request.getfixturevalue("no_report")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
+from typing import Any
 
 import pytest
+from fake_ray import FakeRay
 from typer.testing import CliRunner
 
 from specbatch import SpecbatchError
@@ -44,9 +44,8 @@ def test_what_does_not_go_together_is_refused(given: dict[str, str], engine: dic
         clustered(EngineOptions(**engine), NONE | given)
 
 
-def test_workers_may_have_gpus_that_this_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+def test_workers_may_have_gpus_that_this_machine_lacks(fake_ray: FakeRay, use_gpus: Any) -> None:
+    use_gpus(0)
     engine, cluster = clustered(EngineOptions(device="cuda"), NONE | {"distributed": "ray", "workers": "2-4"})
     assert cluster == Cluster("auto", 2, 4)
     config = engine.config(concurrency=80, elsewhere=True)
@@ -54,8 +53,8 @@ def test_workers_may_have_gpus_that_this_machine_lacks(monkeypatch: pytest.Monke
     assert clustered(EngineOptions(), NONE)[1] is None
 
 
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
+def test_without_ray_the_extra_is_named(use_packages: Any) -> None:
+    use_packages({"ray": None})
     words = "generate in.jsonl -o out.jsonl --distributed ray --workers 2 --device cpu"
     done = CliRunner().invoke(app, words.split())
     assert done.exit_code == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import types
 from pathlib import Path
@@ -67,7 +66,6 @@ def evals(monkeypatch):
             return Report()
 
     monkeypatch.setattr(several, "prepare_several", lambda options: {name: Ready(options) for name in options.names})
-    monkeypatch.setattr(several, "folders_of", lambda every: contextlib.nullcontext())
     return seen
 
 
@@ -110,8 +108,11 @@ def test_interruption_reports_finished_answers(run, evals, tmp_path):
     assert "note: a note" in result.stderr
 
 
-def test_interruption_before_the_first_answer_leaves_no_folder(run, engine, evals, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "__enter__", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+def test_interruption_before_the_first_answer_leaves_no_folder(run, engine, evals, tmp_path):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    engine.entering = interrupted
     assert run("eval", "gsm8k", "--output", tmp_path / "o").exit_code == 130
     assert not (tmp_path / "o").exists()
 

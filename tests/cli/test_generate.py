@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import tempfile
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from specbatch.cli import generate as command
 from specbatch.cli.generate import summary
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import SamplingParams
@@ -87,20 +86,13 @@ def test_one_prompt_is_singular(generate):
     assert "generate: 1 answer, " in result.stderr
 
 
-def test_second_interruption_does_not_hide_what_is_kept(generate, monkeypatch):
+def test_second_interruption_does_not_hide_what_is_kept(generate, engine):
     """It arrives while the first one is handled, in code that does not know what is kept."""
 
-    opened = command.open_replicas
+    def interrupted_again():
+        raise KeyboardInterrupt
 
-    @contextmanager
-    def interrupted_again(*args):
-        with opened(*args) as engine:
-            try:
-                yield engine
-            finally:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "open_replicas", interrupted_again)
+    engine.leaving = interrupted_again
     assert "interrupted; kept 2 finished of 4" in generate(interrupt_after=2).stderr
 
 
@@ -146,12 +138,9 @@ def test_partial_output_of_a_version_with_fewer_sampling_parameters(generate, tm
     assert again.exit_code == 0, again.output
 
 
-def test_seeds_depend_on_the_row(generate, engine, monkeypatch):
+def test_seeds_depend_on_the_row(generate, engine):
     seen = []
-    complete = engine._complete
-    monkeypatch.setattr(
-        engine, "_complete", lambda self, i, p, s: seen.append((p[0], s.seed)) or complete(self, i, p, s)
-    )
+    engine.answering = lambda prompt, params: seen.append((prompt[0], params.seed)) or prompt
     prompts = [{"prompt_token_ids": [number]} for number in range(1, 6)]
     generate("--temperature 1", prompts, "whole.jsonl")
     whole = dict(seen)

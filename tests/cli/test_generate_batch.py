@@ -60,11 +60,11 @@ def generate(run, engine, jsonl, tmp_path):
     return call
 
 
-def test_limit_beyond_the_context_has_the_name_of_the_request(generate, engine, tmp_path, monkeypatch):
+def test_limit_beyond_the_context_has_the_name_of_the_request(generate, engine, tmp_path):
     def check(prompt, params):
         raise refuse("max_new_tokens", params.max_new_tokens, "too many")
 
-    monkeypatch.setattr(engine, "check", staticmethod(check))
+    engine.check = staticmethod(check)
     assert generate([request("a", max_tokens=900)]).exit_code == 1
     (failed,) = lines(tmp_path / "out.jsonl.errors.jsonl")
     assert failed["error"]["message"] == "body.max_tokens=900: too many"
@@ -110,20 +110,19 @@ def test_choices_and_usage(generate, tmp_path):
     assert samples["usage"]["prompt_tokens"] == len("<user>samples<assistant>")
 
 
-def test_sampling_of_each_request_reaches_the_engine(generate, engine, monkeypatch):
-    seen = []
-    complete = engine._complete
-    monkeypatch.setattr(engine, "_complete", lambda self, i, p, s: seen.append((i, s)) or complete(self, i, p, s))
+def test_sampling_of_each_request_reaches_the_engine(generate, engine):
+    seen = {}
+    engine.answering = lambda prompt, params: seen.update({bytes(prompt): params}) or prompt
     rows = [request("a", seed=5), request("b", CHAT, max_tokens=None), request("c", max_tokens=None, top_p=0.5)]
     assert generate(rows).exit_code == 0
-    a, b, c = (params for _, params in sorted(seen, key=lambda item: item[0]))
+    a, b, c = (seen[prompt] for prompt in (b"a", b"<user>b<assistant>", b"c"))
     assert (a.temperature, a.seed, a.max_new_tokens) == (1.0, 5, 4)
     assert b.max_new_tokens == 256 - len("<user>b<assistant>")  # what is left of the context, as in OpenAI's API
     assert (c.max_new_tokens, c.top_p) == (16, 0.5)
     assert len({a.seed, b.seed, c.seed}) == 3
     seen.clear()
     assert generate(rows, "--temperature 0 --max-new-tokens 7 --overwrite").exit_code == 0
-    a, b, c = (params for _, params in sorted(seen, key=lambda item: item[0]))
+    a, b, c = (seen[prompt] for prompt in (b"a", b"<user>b<assistant>", b"c"))
     assert {params.temperature for params in (a, b, c)} == {0.0}
     assert [params.max_new_tokens for params in (a, b, c)] == [4, 7, 7]
 
@@ -172,17 +171,17 @@ def test_interrupted_batch_has_the_result_of_an_uninterrupted_one(generate, tmp_
     assert len(results(tmp_path)) == 60
 
 
-def test_retry_failed_runs_only_the_rows_of_the_error_file(generate, engine, monkeypatch, tmp_path):
+def test_retry_failed_runs_only_the_rows_of_the_error_file(generate, engine, tmp_path):
     rows = [request("a"), request("!fail"), request("tools", tools=[1]), request("b"), request("!fail2")]
     assert generate(rows).exit_code == 1
     before = lines(tmp_path / "out.jsonl")
-    complete, seen = engine._complete, []
+    seen = []
 
-    def heals(self, index, prompt, params):
+    def heals(prompt, params):
         seen.append(bytes(prompt))
-        return complete(self, index, prompt[1:] if prompt[:1] == [ord("!")] else prompt, params)
+        return prompt[1:] if prompt[:1] == [ord("!")] else prompt
 
-    monkeypatch.setattr(engine, "_complete", heals)
+    engine.answering = heals
     result = generate(rows, "--retry-failed")
     assert result.exit_code == 1
     assert sorted(seen) == [b"!fail", b"!fail2"]

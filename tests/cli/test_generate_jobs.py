@@ -18,6 +18,7 @@ import fsspec
 import pytest
 
 import specbatch
+from specbatch.jobs.dataset import BATCH
 from specbatch.jobs.output_files import read_output
 from specbatch.jobs.partial_output import PartialRows
 
@@ -51,16 +52,15 @@ def memory():
 
 
 @pytest.fixture
-def seen(engine, monkeypatch):
+def seen(engine):
     """Prompts and sampling parameters that reach the engine."""
     found = {}
-    complete = engine._complete
 
-    def note(self, index, prompt, params):
+    def note(prompt, params):
         found[bytes(prompt).decode()] = params
-        return complete(self, index, prompt, params)
+        return prompt
 
-    monkeypatch.setattr(engine, "_complete", note)
+    engine.answering = note
     return found
 
 
@@ -117,15 +117,22 @@ def test_sampling_that_cannot_work_is_a_malformed_line(generate, engine, samplin
 
 
 @pytest.mark.parametrize("interrupt_after", [None, 3])
-def test_each_prompt_is_encoded_once_and_chats_are_rendered_together(generate, monkeypatch, tmp_path, interrupt_after):
+def test_each_prompt_is_encoded_once_and_chats_are_rendered_together(generate, engine, tmp_path, interrupt_after):
     chats = [{"messages": [{"role": "user", "content": f"c{n}"}]} for n in range(3)]
     ids = [{"prompt_token_ids": [5]}]
     generate(lines=PROMPTS + chats + ids, interrupt_after=interrupt_after)
     finished = 0 if interrupt_after is None else 2  # and the ids: the stub answers the last ones first
     encoded, ahead = [], []
-    encode = StubTokenizer.encode
-    monkeypatch.setattr(StubTokenizer, "encode", lambda self, text, **o: encoded.append(text) or encode(self, text))
-    monkeypatch.setattr(StubTokenizer, "render_ahead", lambda self, chats: ahead.append(list(chats)))
+
+    class Noting(StubTokenizer):
+        def encode(self, text, **options):
+            encoded.append(text)
+            return super().encode(text, **options)
+
+        def render_ahead(self, conversations):
+            ahead.append(list(conversations))
+
+    engine.tokenizer_class = Noting
     result = generate("--overwrite" if interrupt_after is None else "", PROMPTS + chats + ids)
     assert result.exit_code == 0
     assert len(encoded) == len(set(encoded)) == 9 - finished
@@ -193,18 +200,18 @@ def test_malformed_time_limit_is_refused(run, engine, jsonl, value):
 
 
 @pytest.mark.parametrize("name", ["out.jsonl", "out.parquet", "out"])
-def test_retry_failed_runs_failed_rows_of_an_output_again(generate, engine, monkeypatch, tmp_path, name):
+def test_retry_failed_runs_failed_rows_of_an_output_again(generate, engine, tmp_path, name):
     lines = [PROMPTS[0], {"prompt": "!fail one", "id": "x"}, PROMPTS[1], {"prompt": "!fail two"}]
     lines[0] = lines[0] | {"sampling": {"n": 2}}
     assert generate("", lines, name).exit_code == 1
     before = read_output(tmp_path / name)
-    complete, ran = engine._complete, []
+    ran = []
 
-    def heals(self, index, prompt, params):
+    def heals(prompt, params):
         ran.append(bytes(prompt))
-        return complete(self, index, prompt if prompt[-1:] == list(b"o") else prompt[1:], params)
+        return prompt if prompt[-1:] == list(b"o") else prompt[1:]
 
-    monkeypatch.setattr(engine, "_complete", heals)
+    engine.answering = heals
     result = generate("--retry-failed", lines, name)
     assert result.exit_code == 1
     assert sorted(ran) == [b"!fail one", b"!fail two"]
@@ -348,14 +355,11 @@ def test_unreadable_url_is_refused(generate, memory, source, message):
     assert result.stderr.count("\n") == 1
 
 
-def test_missing_package_of_a_store_is_named(generate, monkeypatch):
-    def missing(*_, **__):
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
-    result = generate("", "s3://b/in.jsonl")
+def test_missing_package_of_a_store_is_named(generate):
+    fsspec.register_implementation("absent", "absentfs.AbsentFileSystem", errtxt="Install absentfs to access it")
+    result = generate("", "absent://b/in.jsonl")
     assert result.exit_code == 2
-    assert "s3:// needs another package (Install s3fs to access S3), for example with pip" in result.stderr
+    assert "absent:// needs another package (Install absentfs to access it), for example with pip" in result.stderr
 
 
 def test_url_of_a_local_file_is_its_path(generate, tmp_path):
@@ -410,21 +414,19 @@ def test_full_disk_is_one_line_and_keeps_finished_rows(generate, engine, monkeyp
     assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == list(range(6))
 
 
-def test_line_that_is_too_long_is_malformed(generate, tmp_path, monkeypatch):
-    monkeypatch.setattr("specbatch.jobs.prompt_file.LONGEST_LINE", 1 << 20)
-    (tmp_path / "long.jsonl").write_text('{"prompt": "a"}\n{"prompt": "' + "x" * (3 << 20) + '"}\n{"prompt": "b"}\n')
+def test_line_that_is_too_long_is_malformed(generate, tmp_path):
+    (tmp_path / "long.jsonl").write_text('{"prompt": "a"}\n{"prompt": "' + "x" * (17 << 20) + '"}\n{"prompt": "b"}\n')
     result = generate("", tmp_path / "long.jsonl")
     assert result.exit_code == 2
-    assert "long.jsonl:2': longer than 1 MiB" in result.stderr
+    assert "long.jsonl:2': longer than 16 MiB" in result.stderr
     assert generate("--skip-bad", tmp_path / "long.jsonl").exit_code == 0
     assert [row["index"] for row in rows(tmp_path / "out.jsonl")] == [0, 2]
 
 
-def test_parquet_is_read_by_batches(generate, tmp_path, monkeypatch):
-    monkeypatch.setattr("specbatch.jobs.dataset.BATCH", 2)
-    datasets.Dataset.from_list(PROMPTS).to_parquet(tmp_path / "in.parquet")
-    assert generate("", tmp_path / "in.parquet", "out.parquet").exit_code == 0
-    assert [row["index"] for row in read_output(tmp_path / "out.parquet")] == list(range(6))
+def test_parquet_is_read_by_batches(generate, tmp_path):
+    datasets.Dataset.from_list([{"prompt": "a"}] * (2 * BATCH + 1)).to_parquet(tmp_path / "in.parquet")
+    assert generate("--max-new-tokens 1", tmp_path / "in.parquet", "out.parquet").exit_code == 0
+    assert [row["index"] for row in read_output(tmp_path / "out.parquet")] == list(range(2 * BATCH + 1))
 
 
 @pytest.mark.slow

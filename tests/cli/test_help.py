@@ -22,7 +22,7 @@ from specbatch.evals.options import MAX_NEW_TOKENS
 from specbatch.models.heads.eagle3 import default_aux
 from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.options import CheckOptions
-from specbatch.sweeps.workload.defaults import CPU, GPU
+from specbatch.sweeps.workload.defaults import CPU, GPU, REPEATS
 from specbatch.sweeps.workload.workloads import Workload
 from specbatch.training.recipe import HEADS, Recipe
 
@@ -200,6 +200,7 @@ STATED = {  # numbers that a help text calls the default, and what the code does
     ("sweep", "input_len"): (Workload.input_len,),
     ("sweep", "output_len"): (GPU.output_len, CPU.output_len),
     ("sweep", "prompts_per_concurrency"): (GPU.prompts_per_concurrency, CPU.prompts_per_concurrency),
+    ("sweep", "repeats"): (REPEATS,),
     ("eval", "max_new_tokens"): (MAX_NEW_TOKENS,),
     ("check", "source"): (len(check_prompts.read(CheckOptions()) or ()),),
     ("check", "prompts"): (

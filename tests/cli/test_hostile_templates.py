@@ -11,7 +11,6 @@ from checkpoints import write_folder
 from typer.testing import CliRunner
 
 from specbatch.cli.app import app
-from specbatch.text import chat_template
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE = (
@@ -22,8 +21,7 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0.3)
+def generate(tmp_path: Path, short_renderings: None) -> Any:
     folder = write_folder(tmp_path / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     rows = [{"messages": [{"role": "user", "content": text}]} for text in ("a", "loop", "b", "grow", "raise", "c")]

@@ -18,8 +18,8 @@ from .conftest import TINY_SWEEP, StubTokenizer
 
 
 @pytest.fixture
-def tokenizer(monkeypatch):
-    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: StubTokenizer())
+def tokenizer(use_tokenizer):
+    use_tokenizer(StubTokenizer())
 
 
 @pytest.fixture
@@ -278,8 +278,7 @@ def test_servers_and_engines_in_the_same_rounds(run, tmp_path):
     assert both.exit_code == 0, both.output
 
 
-def test_cluster_cannot_measure_servers(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("specbatch.cli.cluster.needs", lambda extra: None)
+def test_cluster_cannot_measure_servers(run, tmp_path, fake_ray):
     (tmp_path / "grid.toml").write_text(GRID.format(sglang="http://127.0.0.1:9", vllm="http://h:1"))
     on_ray = ("--distributed", "ray", "--workers", 1, "--device", "cpu")
     result = run("sweep", "--configs", tmp_path / "grid.toml", *on_ray, "--output", tmp_path / "out", *TINY_SWEEP)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import lm_eval.__main__
 import lm_eval.tasks
 import pytest
@@ -60,6 +59,14 @@ def run(model: Path) -> Iterator[Run]:
         patch.setattr(collect_env, "get_pretty_env_info", lambda: "")  # seven processes
         patch.setattr(sys, "argv", ["pytest"])
         yield call
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The configurations of the engines that are built."""
+    found, before = [], lm_eval_model.open_replicas
+    monkeypatch.setattr(lm_eval_model, "open_replicas", lambda config: found.append(config) or before(config))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +126,7 @@ def test_answers_and_keys_are_those_of_eval(made, model, tmp_path):
     assert samples[0] == samples[1]
 
 
-def test_options_of_the_engine_and_of_answers(run, model, tmp_path, monkeypatch):
-    built = []
-    before = lm_eval_model.open_replicas
-    monkeypatch.setattr(lm_eval_model, "open_replicas", lambda config: built.append(config) or before(config))
+def test_options_of_the_engine_and_of_answers(run, model, built):
     words = ("--batch_size", "4", "--trust_remote_code", "--gen_kwargs", "max_gen_toks=3")
     run(f"model={model},max_length=512,algorithm=ngram,draft_tokens=2,dtype=float32,prefix_cache=false", *words)
     (config,) = built
@@ -132,16 +136,12 @@ def test_options_of_the_engine_and_of_answers(run, model, tmp_path, monkeypatch)
     assert config.device == "cpu"
 
 
-def test_gsm8k_needs_no_network(run, model, monkeypatch):
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("asks the hub"))
+def test_gsm8k_needs_no_network(run, model, no_hub):
     found = run(f"model={model},num_concurrent=512,max_gen_toks=4", "--tasks", "gsm8k_platinum", "--num_fewshot", "0")
     assert "|gsm8k_platinum|      3|flexible-extract|     0|exact_match|" in found.stdout
 
 
-def test_device_and_seed_of_lm_eval(run, model, monkeypatch):
-    built: list[Any] = []
-    before = lm_eval_model.open_replicas
-    monkeypatch.setattr(lm_eval_model, "open_replicas", lambda config: built.append(config) or before(config))
+def test_device_and_seed_of_lm_eval(run, model, built):
     run(f"pretrained={model}", "--seed", "7", device="cuda:0")  # lm-eval's default, also without a GPU
     run(f"pretrained={model},seed=3", "--seed", "7")
     assert [(config.device, config.seed) for config in built] == [("auto", 7), ("cpu", 3)]
@@ -269,9 +269,9 @@ def test_help():
     assert "--model specbatch" in result.stdout
 
 
+@pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("words", [["run", "--help"], ["--model", "specbatch", "--help"]])
-def test_help_of_lm_eval(words, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["pytest"])
+def test_help_of_lm_eval(words):
     result = CliRunner().invoke(app, ["lm-eval", *words])
     assert result.exit_code == 0
     assert "--wandb_args" in result.stdout

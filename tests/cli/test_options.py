@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
-from specbatch.cli.options import _ONLY_WITH_DRAFTS, EngineOptions
+from specbatch.cli.options import ONLY_WITH_DRAFTS, EngineOptions
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.errors import SpecbatchError
 
@@ -61,7 +60,7 @@ def test_settings_of_draft_heads_are_passed_on():
     assert EngineOptions(algorithm="nextn").speculation().num_drafts == 3
 
 
-@pytest.mark.parametrize("name", _ONLY_WITH_DRAFTS)
+@pytest.mark.parametrize("name", ONLY_WITH_DRAFTS)
 def test_setting_of_speculation_without_speculation_is_refused(name):
     with pytest.raises(SpecbatchError, match=f"{name}=9: nothing is drafted"):
         EngineOptions(**{name: 9}).config()
@@ -96,9 +95,9 @@ def test_zero_is_not_replaced_by_a_default():
         ("cpu", None, None, Graphs()),
     ],
 )
-def test_default_graphs_by_device(monkeypatch, device, decode, prefill, gets, compares):
+def test_default_graphs_by_device(use_gpus, device, decode, prefill, gets, compares):
     """Prefill graphs are off where a command compares configurations with and without them."""
-    monkeypatch.setattr("specbatch.runtime.device.find_device", torch.device)
+    use_gpus(1)
     found = EngineOptions(device=device, decode_graph=decode, prefill_graph=prefill).config(compares=compares).graphs
     assert found == (replace(gets, prefill="off") if compares and prefill is None else gets)
     options = EngineOptions(device=device, prefill_graph="piecewise")

@@ -117,16 +117,15 @@ def test_same_command_continues(sweep, engine, tmp_path):
 
 
 @pytest.fixture
-def no_room_for_v1(engine, monkeypatch):
+def no_room_for_v1(engine):
     """The engine of v1 cannot be built, until the list is emptied."""
-    reasons, build = ["kv_pages=9: out of memory"], engine.__init__
+    reasons = ["kv_pages=9: out of memory"]
 
-    def init(self, config, **known):
+    def build(config):
         if config.speculation.schedule == "v1" and reasons:
             raise SpecbatchError(reasons[0])
-        build(self, config, **known)
 
-    monkeypatch.setattr(engine, "__init__", init)
+    engine.building = build
     return reasons
 
 
@@ -153,15 +152,14 @@ def test_failed_configuration_does_not_end_the_sweep(sweep, run, engine, no_room
 
 
 @pytest.mark.parametrize("settings", ["algorithm = 'eagle3'\ndraft = '/nope/m'", "algorithm='ngram'\ncorpus='/nope/m'"])
-def test_unknown_draft_or_corpus_fails_its_configuration_unless_all_have_it(settings, sweep, monkeypatch, tmp_path):
+def test_unknown_draft_or_corpus_fails_its_configuration_unless_all_have_it(settings, sweep, engine, tmp_path):
     unknown = f"[bad]\n{settings}\n"
 
-    def check(configs, log=None):
-        for config in configs:
-            if "/nope/m" in (config.speculation.draft, config.speculation.corpus):
-                raise SpecbatchError("draft='/nope/m': no such folder")
+    def prepare(config):
+        if "/nope/m" in (config.speculation.draft, config.speculation.corpus):
+            raise SpecbatchError("draft='/nope/m': no such folder")
 
-    monkeypatch.setattr("specbatch.sweeps.run.loading.check_draft", check)
+    engine.preparing = prepare
     (grid := tmp_path / "grid.toml").write_text("[baseline]\n[ng]\nalgorithm = 'ngram'\n" + unknown)
     result = sweep(f"--concurrency 1 --configs {grid} --json")
     assert result.exit_code == 1, result.output
@@ -173,15 +171,12 @@ def test_unknown_draft_or_corpus_fails_its_configuration_unless_all_have_it(sett
     assert (other.exit_code, "error: --draft=/nope/m: no such folder" in other.stderr) == (2, True)
 
 
-def test_engine_that_fails_while_it_runs_fails_its_point(sweep, engine, monkeypatch, tmp_path):
-    stream = engine.stream
-
-    def fails(self, prompts, params, *, concurrency=None, **known):
-        if self.config.speculation.schedule == "v1" and concurrency == 2:
+def test_engine_that_fails_while_it_runs_fails_its_point(sweep, engine, tmp_path):
+    def fails(config, concurrency):
+        if config.speculation.schedule == "v1" and concurrency == 2:
             raise RuntimeError("CUDA error: an illegal memory access\nmore lines")
-        return stream(self, prompts, params, concurrency=concurrency, **known)
 
-    monkeypatch.setattr(engine, "stream", fails)
+    engine.streaming = fails
     assert sweep("--concurrency 1,2").exit_code == 1
     errors = {
         str(path.parent.relative_to(tmp_path / "out")): json.loads(path.read_text())["workload"].get("error")
@@ -193,11 +188,11 @@ def test_engine_that_fails_while_it_runs_fails_its_point(sweep, engine, monkeypa
     assert len(errors) == 6
 
 
-def test_what_fails_in_all_configurations_is_refused(sweep, engine, monkeypatch, tmp_path):
-    def init(self, config, **known):
+def test_what_fails_in_all_configurations_is_refused(sweep, engine, tmp_path):
+    def build(config):
         raise SpecbatchError("model='typo': no such model")
 
-    monkeypatch.setattr(engine, "__init__", init)
+    engine.building = build
     result = sweep("--concurrency 1")
     assert result.exit_code == 2
     assert "error: --model=typo: no such model" in result.stderr
@@ -281,12 +276,12 @@ def test_shared_prefixes_without_a_cache(sweep, engine, tmp_path):
     assert "prefix cache: off" in (tmp_path / "out/summary.md").read_text()
 
 
-def test_no_model_runs_if_one_is_refused(sweep, tmp_path, monkeypatch):
-    def prepare(config, log):
+def test_no_model_runs_if_one_is_refused(sweep, engine, tmp_path):
+    def prepare(config):
         if config.model == "missing":
             raise refuse("model", config.model, "does not exist")
 
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prepare", prepare)
+    engine.preparing = prepare
     grid = tmp_path / "grid.toml"
     grid.write_text('[baseline]\nspec = "off"\nload_format = "dummy"\nmodel = ["toy", "missing"]\n')
     result = sweep(f"--configs {grid}")

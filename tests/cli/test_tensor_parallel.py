@@ -49,12 +49,14 @@ def test_memory_plan_is_that_of_each_rank(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_sizes_that_do_not_work_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, message: str
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    options: str,
+    message: str,
 ) -> None:
     if "cuda" in options:
-        monkeypatch.setattr("specbatch.engine.ranks.ranks.find_device", torch.device)
-        monkeypatch.setattr("specbatch.runtime.device.find_device", torch.device)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        request.getfixturevalue("use_gpus")(2)
         monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: first < second)
     head = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 257, "hidden_size": 64, "intermediate_size": 160,

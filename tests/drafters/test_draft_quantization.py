@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import slow_but
 from targets import MTP, QUANTIZED, SIZES, TARGETS, TargetCheckpoint
+from watched_calls import Watch
 
 from specbatch import Engine, SpecbatchError
 from specbatch.algorithms import ALGORITHMS, algorithms_with
@@ -98,16 +100,10 @@ def of_target(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
         return tokens(engine)
 
 
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[FP8Weight]:
+@pytest.fixture
+def quantized(watch: Watch) -> list[FP8Weight]:
     """The weights that are quantized at load, as they come."""
-    found: list[FP8Weight] = []
-
-    def spied(values: torch.Tensor) -> FP8Weight:
-        found.append(quantize_fp8_weight(values))
-        return found[-1]
-
-    monkeypatch.setattr(weight_reader, "quantize_fp8_weight", spied)
-    return found
+    return watch(weight_reader, "quantize_fp8_weight", after=lambda weight, values: weight)
 
 
 def tokens(engine: Engine) -> list[list[int]]:
@@ -115,18 +111,23 @@ def tokens(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "keeps"), [*((name, True) for name in QUANTIZES), pytest.param("eagle3", False, id="dequantized")]
+    ("algorithm", "keeps"),
+    [
+        *slow_but(
+            [(name, True) for name in ("standalone", "eagle3", "mtp", "dflash2")], [(name, True) for name in QUANTIZES]
+        ),
+        pytest.param("eagle3", False, id="dequantized"),
+    ],
 )
 def test_the_tokens_are_the_targets(
     build: Build,
     of_target: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    quantized: list[FP8Weight],
     stay_quantized: Callable[..., None],
     algorithm: str,
     keeps: bool,
 ) -> None:
     stay_quantized(keeps)
-    quantized = watched(monkeypatch)
     plain = build(algorithm)
     assert not quantized
     engine = build(algorithm, "fp8")
@@ -179,11 +180,10 @@ def test_quantized_weights(shape: tuple[int, ...]) -> None:
             assert ((back[block] - values[block]).abs() <= bound * 1.001).all()
 
 
-def test_the_parts_of_a_large_weight_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_of_a_large_weight_are_one() -> None:
     values = torch.randn(2, 400, 256, generator=torch.Generator().manual_seed(2))
     whole = quantize_fp8_weight(values)
-    monkeypatch.setattr("specbatch.kernels.gemm.quantized.fp8_linear._PART", 128 * 256)
-    parts = quantize_fp8_weight(values)
+    parts = quantize_fp8_weight(values, part=128 * 256)
     assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
     assert torch.equal(whole.scales, parts.scales)
 
@@ -220,16 +220,12 @@ def test_experts_beside_a_shared_one_of_other_widths(build: Build, stay_quantize
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
 def test_stored_fp8_weights_are_not_quantized_again(
-    build: Build, monkeypatch: pytest.MonkeyPatch, stay_quantized: Callable[..., None], keeps: bool
+    build: Build, quantized: list[FP8Weight], stay_quantized: Callable[..., None], keeps: bool
 ) -> None:
-    shapes: list[tuple[int, ...]] = []
     stored = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     stay_quantized(keeps)
-    monkeypatch.setattr(
-        weight_reader, "quantize_fp8_weight", lambda values: shapes.append(values.shape) or Weight(values)
-    )
     build("standalone", "fp8", small={"quantization_config": stored})
-    assert shapes == [(260, 128)], "the output matrix only"
+    assert [weight.values.shape for weight in quantized] == [(260, 128)], "the output matrix only"
 
 
 def test_a_cpu_plans_a_copy_of_the_targets_output_matrix(build: Build) -> None:
@@ -238,18 +234,15 @@ def test_a_cpu_plans_a_copy_of_the_targets_output_matrix(build: Build) -> None:
 
 
 @pytest.mark.parametrize("name", [*TARGETS, *QUANTIZED])
-def test_the_plan_counts_the_matrices_that_are_quantized(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_plan_counts_the_matrices_that_are_quantized(watch: Watch, name: str) -> None:
     """Of models of every family, and of their MTP heads."""
     quantized: set[str] = set()
-    in_fp8 = Reader.in_fp8
 
-    def spied(read: Reader, weight: Weight, *names: str) -> Weight:
-        found = in_fp8(read, weight, *names)
+    def note(found: Weight, read: Reader, weight: Weight, *names: str) -> None:
         if found is not weight:
             quantized.update(names or [HEAD])
-        return found
 
-    monkeypatch.setattr(Reader, "in_fp8", spied)
+    watch(Reader, "in_fp8", after=note)
     checkpoint = TargetCheckpoint(name)
     of_cpu: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
     model = Decoder(checkpoint.config, checkpoint.tensor, **of_cpu, max_positions=8, to_fp8=True)
@@ -279,11 +272,10 @@ def _recorded(config: ModelConfig) -> set[str]:
 
 @pytest.mark.parametrize("changes", [PARTIAL_ROPE, LATENT, GPT_OSS], ids=["partial-rope", "latent", "gpt-oss"])
 def test_the_plan_counts_no_more_than_is_saved(
-    build: Build, monkeypatch: pytest.MonkeyPatch, stay_quantized: Callable[..., None], changes: dict[str, Any]
+    build: Build, quantized: list[FP8Weight], stay_quantized: Callable[..., None], changes: dict[str, Any]
 ) -> None:
     """Of draft models with matrices that are read in other ways."""
     stay_quantized()
-    found = watched(monkeypatch)
     engine, plain = build("standalone", "fp8", small=changes), build("standalone", small=changes)
-    saved = sum(4 * weight.values.numel() - _bytes(weight) for weight in found)
+    saved = sum(4 * weight.values.numel() - _bytes(weight) for weight in quantized)
     assert 0.9 * saved < plain.caps["weights_bytes"] - engine.caps["weights_bytes"] < 1.001 * saved

@@ -11,6 +11,7 @@ import pytest
 import torch
 from crossed import crossed
 from stand_ins import fake_graphs, planned_draft_lengths, random_draft_lengths, timed_by
+from watched_calls import Watch
 
 from specbatch import Engine, SamplingParams
 from specbatch.config.acceptance_profile import AcceptanceProfile
@@ -66,22 +67,19 @@ def test_a_draft_model_catches_up_after_steps_without_drafts(
 
 
 def test_an_idle_draft_model_catches_up_in_passes_of_at_most_a_chunk(
-    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    toy: Any, toy_engine: Callable[..., Engine], watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten steps without drafts, then with; for a probe, as many requests catch up as fit into a pass."""
-    passes: list[list[tuple[int, int]]] = []
     catch_up = DraftModelChain.catch_up
 
-    def spied(self: DraftModelChain, batch: Any, shape: Any) -> None:
-        passes.append(list(zip(shape.spans.starts, shape.spans.ends, strict=True)))
-        catch_up(self, batch, shape)
+    def computed(chain: DraftModelChain, batch: Any, shape: Any) -> int:
+        return sum(end - start for start, end in zip(shape.spans.starts, shape.spans.ends, strict=True))
 
     planned_draft_lengths(monkeypatch, [0] * 10 + [5] + [0] * 4, after=5)
     engine = toy_engine(speculation=auto("same", "v1"), prefill_chunk=25, prefix_cache=False)
-    monkeypatch.setattr(DraftModelChain, "catch_up", spied)
+    totals = watch(DraftModelChain, "catch_up", before=computed)
     monkeypatch.setattr(DraftModelChain, "prefill", lambda self, *args: catch_up(self, *args[:2]))
     engine.generate([list(prompt) for prompt in toy.prompts()[:4]], SamplingParams(max_new_tokens=40, ignore_eos=True))
-    totals = [sum(end - start for start, end in spans) for spans in passes]
     # The draft's own pass computes the newest of the ten: ten each, with the token before the root. Two requests fit
     # into the probe's pass; later the others lack 15 tokens and these four, a pass at a time.
     assert totals == [20, 25, 13]
@@ -101,23 +99,20 @@ def test_a_prefix_that_an_idle_draft_model_has_not_computed_is_not_shared(
 
 
 def test_the_draft_model_recomputes_a_retracted_request(
-    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    toy: Any, toy_engine: Callable[..., Engine], watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    valid: list[tuple[int | None, int | None]] = []
-    retract = Scheduler._retract
-
-    def watched(self: Scheduler, request: Any) -> None:
-        before = request.draft_kv_valid_until
-        retract(self, request)
-        valid.append((before, request.draft_kv_valid_until))
-
     planned_draft_lengths(monkeypatch, [])
-    monkeypatch.setattr(Scheduler, "_retract", watched)
+    valid = watch(
+        Scheduler,
+        "_retract",
+        before=lambda scheduler, request: request.draft_kv_valid_until,
+        after=lambda _, scheduler, request: request.draft_kv_valid_until,
+    )
     engine = toy_engine(speculation=auto("same"), **SETTINGS["crowded"])
     prompts = [list(prompt) for prompt in toy.prompts()[8:16]]
     engine.generate(prompts, SamplingParams(max_new_tokens=25, ignore_eos=True))
-    assert any(before is not None for before, _ in valid)
-    assert all(after is None for _, after in valid)
+    assert any(before is not None for before in valid[::2])
+    assert all(after is None for after in valid[1::2])
 
 
 # -- the chosen length ------------------------------------------------------------------------------------------------
@@ -146,22 +141,19 @@ class FakeClock(StepTimer):
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> type[FakeClock]:
-    run = DecodeStep.__call__
-
+def clock(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> type[FakeClock]:
     class Clock(FakeClock):
         pass
 
-    def timed(self: DecodeStep, step: Any) -> Any:
+    def tick(decode_step: DecodeStep, step: Any) -> None:
         Clock.now += Clock.cost(len(step.slots), step.num_drafts)
-        return run(self, step)
 
     def seconds_of(work: Callable[[], object], device: torch.device) -> float:
         start = Clock.now
         work()
         return Clock.now - start
 
-    monkeypatch.setattr(DecodeStep, "__call__", timed)
+    watch(DecodeStep, "__call__", before=tick)
     timed_by(monkeypatch, Clock)
     monkeypatch.setattr("specbatch.engine.setup.step_times.seconds_of", seconds_of)
     return Clock
@@ -205,28 +197,21 @@ def test_no_drafts_where_none_is_accepted_and_the_most_where_all_are(
 
 
 def test_shortening_the_draft_is_not_part_of_the_step_time(
-    toy: Any, toy_engine: Callable[..., Engine], clock: type[FakeClock], monkeypatch: pytest.MonkeyPatch
+    toy: Any, toy_engine: Callable[..., Engine], clock: type[FakeClock], watch: Watch
 ) -> None:
     """A probe without drafts begins with it each time, and would never find out that drafting nothing is best."""
-    shorten, took = FeatureChain.shorten, DraftLength.took
-    found: dict[int, set[float]] = {}
 
-    def slow(self: FeatureChain, step: Any) -> None:
+    def slow(chain: FeatureChain, step: Any) -> None:
         clock.now += 7.0
-        shorten(self, step)
 
-    def see(self: DraftLength, rows: int, length: int, seconds: float) -> None:
-        found.setdefault(length, set()).add(round(seconds, 6))
-        took(self, rows, length, seconds)
-
-    monkeypatch.setattr(FeatureChain, "shorten", slow)
-    monkeypatch.setattr(DraftLength, "took", see)
+    watch(FeatureChain, "shorten", before=slow)
+    found = watch(DraftLength, "took", before=lambda lengths, rows, length, seconds: (length, round(seconds, 6)))
     speculation = replace(auto("eagle3"), simulate_accept_length=2.0)
     engine = toy_engine(speculation=speculation, max_model_len=300, max_running=2)
     engine.generate([list(prompt) for prompt in toy.prompts()[:2]], SamplingParams(max_new_tokens=100, ignore_eos=True))
     assert engine.caps["draft_length_s"]["2"]["0"] == pytest.approx(1.0)
-    assert len(found) > 2
-    assert found == {length: {round(1.0 + 0.1 * length, 6)} for length in found}
+    assert len(set(found)) > 2
+    assert set(found) == {(length, round(1.0 + 0.1 * length, 6)) for length, _ in found}
 
 
 def test_each_batch_size_has_its_own_length(
@@ -257,11 +242,10 @@ def test_times_at_start_rise_with_batch_and_drafts(toy_engine: Callable[..., Eng
 
 
 def test_acceptance_of_drafts_without_context_is_ignored(
-    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    toy: Any, toy_engine: Callable[..., Engine], watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A probe of an idle draft model, which catches up for one request of eight: the others' drafts lack context."""
-    learned: list[tuple[int, int]] = []
-    monkeypatch.setattr(DraftLength, "learn", lambda self, n, found: learned.append((n, len(list(found)))))
+    learned = watch(DraftLength, "learn", before=lambda lengths, n, found: (n, len(found)))
     planned_draft_lengths(monkeypatch, [*[0] * 12, 5, 0])
     engine = toy_engine(speculation=auto("same"), prefill_chunk=15, prefix_cache=False)
     engine.generate([list(toy.prompts()[0])] * 8, SamplingParams(max_new_tokens=20, ignore_eos=True))

@@ -11,6 +11,7 @@ import torch
 from crossed import crossed, slow_but
 from released import check_released
 from stand_ins import late_results
+from watched_calls import Watch
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError, Speculation
 from specbatch.engine.schedule.schedules import Overlapped
@@ -258,25 +259,21 @@ def test_an_error_on_the_device_leaves_a_clean_engine(
     schedule: str,
     place: str,
     error: type[BaseException],
-    monkeypatch: pytest.MonkeyPatch,
+    watch: Watch,
 ) -> None:
     """The pages of the failed pass are shared already: no later request may read them."""
     engine = toy_engine(speculation=Speculation("ngram", schedule), prefill_chunk=30)
-    work = getattr(engine.parts.worker, place)
     calls = 0
 
-    def fail(*arguments: Any) -> Any:
+    def fail(*_: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 3:
             raise error("at the third")
-        return work(*arguments)
 
-    with monkeypatch.context() as patch:
-        fail.admit = getattr(work, "admit", None)  # type: ignore[attr-defined]  # of a decode step
-        patch.setattr(engine.parts.worker, place, fail)
-        with pytest.raises(error):
-            engine.generate(prompts_of(toy, 12), LONG)
+    watch(type(getattr(engine.parts.worker, place)), "__call__", before=fail)
+    with pytest.raises(error):
+        engine.generate(prompts_of(toy, 12), LONG)
     check_usable(toy, engine)
 
 
@@ -390,7 +387,7 @@ def test_a_prompt_that_concurrency_delays_can_be_aborted(toy: Any, toy_engine: A
 
 
 def test_steps_run_with_the_engines_device_as_current_device(
-    toy: Any, toy_engine: Any, monkeypatch: pytest.MonkeyPatch
+    toy: Any, toy_engine: Any, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     current: list[torch.device] = []
 
@@ -404,15 +401,9 @@ def test_steps_run_with_the_engines_device_as_current_device(
         def __exit__(self, *_: object) -> None:
             current.pop()
 
-    step, seen = Overlapped.step, []
-
-    def spied(self: Overlapped) -> bool:
-        seen.append(list(current))
-        return step(self)
-
     engine = toy_engine()
     monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(Overlapped, "step", spied)
+    seen = watch(Overlapped, "step", before=lambda schedule: list(current))
     engine.device = torch.device("cuda", 1)
     for _ in engine.stream([list(toy.prompts()[0])], SamplingParams(max_new_tokens=4)):
         assert not current

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from stand_ins import planned_draft_lengths
+from watched_calls import Watch
 
 from specbatch import Engine, SpecbatchError, weights
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
@@ -21,7 +22,6 @@ from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.step import DecodeStep
 from specbatch.kernels.gemm.quantized import fp8_activations
 from specbatch.kernels.gemm.quantized.fp8_activations import quantizes
-from specbatch.records import low_acceptance
 from specbatch.training.data import Batch
 from specbatch.training.target import Target
 
@@ -78,24 +78,12 @@ def build(tmp_path: Path, stay_quantized: Callable[..., None]) -> Iterator[Calla
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, bool]]:
+def passes(watch: Watch) -> set[tuple[str, bool]]:
     """(kind of pass, whether it quantizes activations) of every FP8 GEMM."""
     found: set[tuple[str, bool]] = set()
-    place, quantizes_, run = ["prompt"], fp8_activations.quantizes, DecodeStep.__call__
-
-    def spied(x: torch.Tensor) -> bool:
-        found.add((place[-1], quantizes_(x)))
-        return quantizes_(x)
-
-    def iterate(self: DecodeStep, *args: Any) -> Any:
-        place.append("decode")
-        try:
-            return run(self, *args)
-        finally:
-            place.pop()
-
-    monkeypatch.setattr(fp8_activations, "quantizes", spied)
-    monkeypatch.setattr(DecodeStep, "__call__", iterate)
+    place = ["prompt"]
+    watch(DecodeStep, "__call__", before=lambda *_: place.append("decode"), after=lambda *_: place.pop())
+    watch(fp8_activations, "quantizes", after=lambda quantized, x: found.add((place[-1], quantized)))
     return found
 
 
@@ -136,19 +124,20 @@ def test_draft_models_catch_up_with_quantized_activations(
 
 
 def test_heads_consume_pending_inputs_with_quantized_activations(
-    build: Callable[..., Engine], passes: set[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+    build: Callable[..., Engine], passes: set[tuple[str, bool]], watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the draft length is reduced, outside of any decode step."""
-    plan, shorten, seen = [2, 2, 1, 2, 0, 2, 1], FeatureChain.shorten, list[int]()
+    seen: list[int] = []
 
-    def spied(self: FeatureChain, step: StepInput) -> None:
+    def begin(chain: FeatureChain, step: StepInput) -> None:
         seen.append(step.num_drafts)
         passes.clear()
-        shorten(self, step)
+
+    def check(*_: Any) -> None:
         assert {quantized for _, quantized in passes} == {True}
 
-    monkeypatch.setattr(FeatureChain, "shorten", spied)
-    planned_draft_lengths(monkeypatch, plan, after=1)
+    watch(FeatureChain, "shorten", before=begin, after=check)
+    planned_draft_lengths(monkeypatch, [2, 2, 1, 2, 0, 2, 1], after=1)
     engine = build(NEXT, speculation=Speculation("mtp", draft_tokens="auto", draft_steps=2, schedule="v1"))
     seen.clear()
     engine.generate(PROMPTS[:1], PARAMS)
@@ -157,12 +146,10 @@ def test_heads_consume_pending_inputs_with_quantized_activations(
 
 @pytest.mark.parametrize("on", [True, False])
 def test_diagnosis_uses_the_setting_of_the_run(
-    build: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, on: bool
+    build: Callable[..., Engine], watch: Watch, low_acceptance_from: Callable[[int], None], on: bool
 ) -> None:
-    seen: list[bool] = []
-    monkeypatch.setattr(low_acceptance, "LOW_SHARE", 1.01)
-    monkeypatch.setattr(low_acceptance, "MIN_VERIFIES", 1)
-    monkeypatch.setattr(FeatureChain, "diagnose", lambda *_: seen.append(quantizes(torch.zeros(1).half())) or "")
+    low_acceptance_from(1)
+    seen = watch(FeatureChain, "diagnose", before=lambda *_: quantizes(torch.zeros(1).half()))
     engine = build(NEXT, speculation=Speculation("mtp", draft_tokens=2), fp8_activations=on)
     engine.generate(PROMPTS, PARAMS)
     assert seen == [on]
@@ -249,7 +236,7 @@ def test_graphs_are_captured_with_the_setting(fp8: bool) -> None:
         batch=SimpleNamespace(device=CPU),
         _fp8=fp8,
         _deterministic=False,
-        _warm_ups=list,
+        warm_ups=list,
     )
     assert DeviceWorker.record_graphs(worker, lambda done, total: None) == 2
     assert seen == [fp8] * 2

@@ -9,29 +9,19 @@ from typing import Any
 
 import pytest
 from stand_ins import late_results
+from watched_calls import Watch
 
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.engine.schedule.runner import Launched, Runner
+from specbatch.engine.schedule.runner import Runner
 from specbatch.engine.schedule.scheduler import Scheduler
 
 
 @pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def order(watch: Watch) -> list[str]:
     """ "launch" and "handle" of decode steps, and "first" when first tokens are handled, as they happen."""
     found: list[str] = []
-    decode, handle = Runner.decode, Runner.handle
-
-    def watch_decode(self: Runner, *, may_retract: bool) -> Launched | None:
-        launched = decode(self, may_retract=may_retract)
-        found.extend(["launch"] if launched else [])
-        return launched
-
-    def watch_handle(self: Runner, launched: Launched, **how: bool) -> None:
-        found.append("first" if launched.first else "handle")
-        handle(self, launched, **how)
-
-    monkeypatch.setattr(Runner, "decode", watch_decode)
-    monkeypatch.setattr(Runner, "handle", watch_handle)
+    watch(Runner, "decode", after=lambda launched, *_, **__: found.extend(["launch"] if launched else []))
+    watch(Runner, "handle", before=lambda _, launched, **__: found.append("first" if launched.first else "handle"))
     return found
 
 

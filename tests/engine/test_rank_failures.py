@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from targets import Targets
 from thread_ranks import thread_group
+from watched_calls import Watch
 
 from specbatch import Completion, Engine, SamplingParams, SpecbatchError
 from specbatch.engine.device import token_check
@@ -59,20 +60,18 @@ def test_a_rank_that_cannot_be_built_is_named(targets: Targets, monkeypatch: pyt
     assert len(built(targets).generate([[3, 4]], SHORT)[0].token_ids) == 6
 
 
-def test_a_closed_group_has_no_threads(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_group_has_no_threads(targets: Targets, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that ends with the interpreter could be the last that holds the collectives, and abort the process."""
     thread_group(monkeypatch)
     built(targets)
     [group] = ranks.groups.values()
     others = set(threading.enumerate())
 
-    def slow(group: RankGroup, rank: int) -> str:
-        watchers.append(threading.current_thread())
+    def slow(*_: object) -> threading.Thread:
         time.sleep(0.2)
-        return ""
+        return threading.current_thread()
 
-    watchers = list[threading.Thread]()
-    monkeypatch.setattr(RankGroup, "_ending", slow)
+    watchers = watch(RankGroup, "_ending", before=slow)
     group.close()
     assert len(watchers) == 1
     assert watchers[0] in others
@@ -91,12 +90,14 @@ def test_what_has_finished_before_a_rank_fails_is_kept(targets: Targets, monkeyp
             work()
 
 
-def test_a_rank_that_falls_silent_is_named(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_falls_silent_is_named(
+    targets: Targets, watch: Watch, stopped_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     thread_group(monkeypatch)
     engine, stuck = built(targets), threading.Event()
     monkeypatch.setattr(rank_group, "BEAT_S", 0.1)
-    monkeypatch.setattr(rank_group, "SILENT_BEATS", 20)
-    monkeypatch.setattr(rank_link.Link, "_send_beat", lambda link: stuck.wait())
+    stopped_after(20)
+    watch(rank_link.Link, "_send_beat", before=lambda link: stuck.wait())
     start, fault = time.monotonic(), fault_of_other_rank(DecodeStep, "__call__", stuck.wait, calls=9)
     with fault, pytest.raises(SpecbatchError, match="rank 1 has not answered for 2 s, as if its process were stopped"):
         engine.generate([[3, 4]], LONG)

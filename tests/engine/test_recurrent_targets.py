@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from targets import HYBRIDS, LONGEST, STRENGTHS, TARGETS, Targets
+from targets import HYBRIDS, LONGEST, WITHOUT_ATTENTION, TargetCheckpoint, Targets
 
-from specbatch import SpecbatchError
+from specbatch import Engine, EngineConfig, SpecbatchError
 from specbatch.core.request import SamplingParams
-
-ALL_RECURRENT = {
-    "qwen3.5": {"layer_types": ["linear_attention"] * 4},
-    "nemotron-h": {"hybrid_override_pattern": "MM-M"},
-    "lfm2": {"layer_types": ["conv"] * 4},
-}
 
 
 @pytest.mark.parametrize(
-    ("name", "algorithm"), [("qwen3.5", "eagle"), ("nemotron-h", "model-tree"), ("lfm2", "ngram-tree")]
+    ("name", "algorithm"), [*zip(WITHOUT_ATTENTION, ["eagle", "model-tree", "ngram-tree"], strict=True)]
 )
-def test_a_target_without_attention(
-    targets: Targets, monkeypatch: pytest.MonkeyPatch, name: str, algorithm: str
-) -> None:
+def test_a_target_without_attention(targets: Targets, name: str, algorithm: str) -> None:
     """It has no keys and values; pages still count its tokens."""
-    bare = f"{name} without attention"
-    monkeypatch.setitem(TARGETS, bare, TARGETS[name] | ALL_RECURRENT[name])
-    monkeypatch.setitem(STRENGTHS, bare, STRENGTHS[name])
     for settings in ({}, {"kv_pages": 50, "prefill_chunk": 5}):
-        engine = targets.engine(bare, algorithm, **settings)
-        done = engine.generate(targets.prompts(bare), SamplingParams(max_new_tokens=6, ignore_eos=True))
-        assert [item.token_ids for item in done] == targets.greedy(bare, 6)
+        engine = targets.engine(name, algorithm, **settings)
+        done = engine.generate(targets.prompts(name), SamplingParams(max_new_tokens=6, ignore_eos=True))
+        assert [item.token_ids for item in done] == targets.greedy(name, 6)
 
 
 @pytest.mark.parametrize(
@@ -46,14 +36,14 @@ def test_a_target_without_attention(
 )
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_routing_and_decay_weights_must_be_finite(
-    targets: Targets, monkeypatch: pytest.MonkeyPatch, name: str, tensor: str, value: float
+    use_checkpoints: Callable[..., None], name: str, tensor: str, value: float
 ) -> None:
     """NaN there selects an expert or decays a state without showing in the logits."""
-    broken = targets.checkpoint(name).tensors[tensor].clone()
-    broken.view(-1)[-1] = value
-    monkeypatch.setitem(targets.checkpoint(name).tensors, tensor, broken)
+    broken = TargetCheckpoint(name)
+    broken.tensors[tensor].view(-1)[-1] = value
+    use_checkpoints(lambda *_, **__: broken)
     with pytest.raises(SpecbatchError, match=f"model='{tensor}': .* not finite"):
-        targets.engine(name)
+        Engine(EngineConfig(name, device="cpu", max_model_len=44, page_size=4))
 
 
 OWN: dict[str, dict[str, Any]] = {"three": {}, "one": {"draft_tokens": 1}, "corpus": {"corpus": "run", "corpus_min": 2}}
@@ -117,11 +107,11 @@ def test_eagle3_layers_are_numbered_as_published(targets: Targets) -> None:
     assert any("inputs of layers 1, 2, 3 of 6" in line for line in lines)
 
 
-def test_prefix_cache_turns_off_without_memory_for_states(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefix_cache_turns_off_without_memory_for_states(targets: Targets, use_memory: Callable[[int], None]) -> None:
     """The log and the record report it."""
     plan = targets.engine("qwen3.5", prefix_cache=False).plan
     few = 2 * (plan.weights + plan.workspace + plan.states + plan.grammars + 40 * plan.page_bytes)
-    monkeypatch.setattr("specbatch.engine.setup.memory_plan.available_memory", lambda device: few)
+    use_memory(few)
     lines: list[str] = []
     engine = targets.engine("qwen3.5", memory_fraction=0.5, log=lines.append)
     done = engine.generate(targets.prompts("qwen3.5"), SamplingParams(max_new_tokens=5, ignore_eos=True))

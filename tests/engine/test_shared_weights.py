@@ -112,10 +112,10 @@ def test_engines_that_run_in_turn_use_one_kv_pool() -> None:
         assert [engine.plan.own_kv > 0 for engine in others] == [False, True, True], "drafts have pools of their own"
 
 
-def test_a_pool_of_all_leaves_room_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_of_all_leaves_room_for_each(use_memory: Callable[[int], None]) -> None:
     """As the engines are built, with what is left of the memory."""
     free = 900 << 20
-    monkeypatch.setattr(memory_plan, "available_memory", lambda device: free)
+    use_memory(free)
     settings = TOY | {"max_running": 1024, "prefix_cache": False, "memory_fraction": 0.9}
     asked = [Speculation(), *SPECULATING]
     prepared = [prepare(EngineConfig(**settings, speculation=one), lambda line: None) for one in asked]
@@ -127,10 +127,11 @@ def test_a_pool_of_all_leaves_room_for_each(monkeypatch: pytest.MonkeyPatch) -> 
         plan = memory_plan.memory_plan(one, MemoryShare(index, len(asked), pages=pages), is_shared=index > 0)
         assert plan.kv_pages == pages
         free -= plan.weights + plan.fixed + plan.own_kv
+        use_memory(free)
     assert free >= 0.1 * (900 << 20) - 1
     with_cache = prepare(EngineConfig(**settings | {"prefix_cache": True}), lambda line: None)
     other_pages = prepare(EngineConfig(**settings | {"page_size": 8}), lambda line: None)
     for more in (with_cache, other_pages):
         assert memory_plan.pages_of_shared_pool([*prepared, more]) is None
-    free = 1 << 20
+    use_memory(1 << 20)
     assert memory_plan.pages_of_shared_pool(prepared) is None, "refused when they are built"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import lossless
 import pytest
@@ -18,20 +17,14 @@ EVERY = [
     for case in lossless.cases(("v1", "v2", "v2-late"), ("eager", "whole", "both"))
     if not case.values[0].has_budget  # for one device
 ]
-QUICK = [case for case in EVERY if not case.marks][::20]
+QUICK = [case for case in EVERY if not case.marks][::40]
 SLOW = [pytest.param(*case.values, id=case.id, marks=pytest.mark.slow) for case in EVERY if case not in QUICK]
 
 
 @pytest.mark.parametrize("case", [*QUICK, *SLOW])
 def test_two_ranks_are_lossless(targets: Targets, monkeypatch: pytest.MonkeyPatch, case: lossless.Case) -> None:
     thread_group(monkeypatch)
-    settings = lossless.Case.settings
-
-    def divided(self: lossless.Case) -> dict[str, Any]:
-        return settings(self) | {"tensor_parallel": 2}
-
-    monkeypatch.setattr(lossless.Case, "settings", divided)
-    lossless.check(case, targets, monkeypatch, "cpu")
+    lossless.check(case, targets, monkeypatch, "cpu", tensor_parallel=2)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])

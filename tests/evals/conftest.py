@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +28,7 @@ from specbatch.records.summarize import summarize
 from specbatch.sweeps.run.benchmark import Benchmark
 
 SPECIAL = {"<s>": 256, "<|im_start|>": 257, "<|im_end|>": 258}
+_MARKS = f"({'|'.join(map(re.escape, SPECIAL))})"
 Reply = Callable[[str], str]
 
 
@@ -45,10 +46,8 @@ class FakeTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True, as_transformers: bool = False) -> list[int]:
         tokens = [self.bos_id] if add_special_tokens else []
-        while text:
-            special = next((mark for mark in SPECIAL if text.startswith(mark)), None)
-            tokens += [SPECIAL[special]] if special else list(text[0].encode())
-            text = text[len(special or text[0]) :]
+        for part in re.split(_MARKS, text):
+            tokens += [SPECIAL[part]] if part in SPECIAL else part.encode()
         return tokens
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -310,14 +309,13 @@ def byte_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hflm(monkeypatch: pytest.MonkeyPatch) -> Any:
+def hflm(use_packages: Any) -> Any:
     """lm-eval's model for transformers. It imports accelerate but does not use it for a loaded model."""
     named = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size")
     stub, utils = types.ModuleType("accelerate"), types.ModuleType("accelerate.utils")
     vars(stub).update(dict.fromkeys(named))
     utils.get_max_memory = None  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "accelerate", stub)
-    monkeypatch.setitem(sys.modules, "accelerate.utils", utils)
+    use_packages({"accelerate": stub, "accelerate.utils": utils})
     from lm_eval.models.huggingface import HFLM
 
     return HFLM
@@ -347,6 +345,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder, model, tokenizer
+
+
+@pytest.fixture
+def no_scan(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """lm-eval may not look through all of its files, which takes half a minute. Returns what it does look through."""
+    import lm_eval.tasks
+
+    manager, found = lm_eval.tasks.TaskManager, list[Any]()
+
+    def of_few_files(include_path: Any = None, include_defaults: bool = True) -> Any:
+        assert not include_defaults, "reads all definitions"
+        found.append(include_path)
+        return manager(include_path=include_path, include_defaults=False)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", of_few_files)
+    return found
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import pickle
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -19,8 +18,9 @@ from lm_eval.api.task import ConfigurableTask
 from specbatch.cli.report import _scores
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.evals.grid import Evaluation, GridOptions, load_grids, run_grids
+from specbatch.evals.grid import Evaluation, each_task, load_grids, run_grids
 from specbatch.evals.grid_table import Grid, load_grid
+from specbatch.evals.options import GridOptions
 from specbatch.evals.run import EvalOptions, run_eval
 from specbatch.records.archive import pack, unpacked
 from specbatch.records.runs import load_run
@@ -254,7 +254,7 @@ def test_several_tasks_have_a_folder_and_a_table_each(engines: Any, tmp_path: Pa
     engines.reply = lambda text: " 4"
     samples = {"gsm8k": [0, 7], "one_digit_sums": [1, 3, 5]}
     task = EvalOptions("gsm8k,one_digit_sums", num_fewshot=0, max_new_tokens=9, samples=samples)
-    tasks = GridOptions(task, (2,)).by_task()
+    tasks = each_task(GridOptions(task, (2,)))
     found = run_grids(CONFIGS, tasks, tmp_path)
     assert [len(next(iter(grid.reports.values()))[0].questions) for grid in found.values()] == [2, 3]
     assert engines.loads == 1
@@ -267,16 +267,14 @@ def test_several_tasks_have_a_folder_and_a_table_each(engines: Any, tmp_path: Pa
     assert run_grids(CONFIGS, tasks, tmp_path).keys() == found.keys()
     assert engines.loads == 1
     with pytest.raises(SpecbatchError, match="has two tasks whose folders have the same name"):
-        GridOptions(replace(task, task="a/x.yaml,b/x.yaml", samples=None), (2,)).by_task()
+        each_task(GridOptions(replace(task, task="a/x.yaml,b/x.yaml", samples=None), (2,)))
 
 
 def test_workers_of_a_cluster_measure_the_points(
-    evaluate_all: Run, engines: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    evaluate_all: Run, engines: Any, fake_ray: FakeRay, tmp_path: Path
 ) -> None:
     """The results are those of this process. A worker loads the task itself."""
     rows = evaluate_all((2, 3)).rows()
-    ray = FakeRay()
-    monkeypatch.setitem(sys.modules, "ray", ray)
     engines.broken = ("v1",)
     lines: list[str] = []
     [options] = evaluate_all.options  # type: ignore[attr-defined]
@@ -292,4 +290,4 @@ def test_workers_of_a_cluster_measure_the_points(
     assert "concurrency 2, repeat 1: measured" in lines
     engines.broken = ()
     assert [row | {"engine": ""} for row in run().rows()] == [row | {"engine": ""} for row in rows]
-    assert len(ray.actors) == 2
+    assert len(fake_ray.actors) == 2

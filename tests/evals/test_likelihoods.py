@@ -20,8 +20,9 @@ from lm_eval.api.instance import Instance
 
 from specbatch import Engine, EngineConfig, Graphs, SpecbatchError, Speculation
 from specbatch.evals.gate.gate import run_gate
-from specbatch.evals.grid import GridOptions, run_grids
+from specbatch.evals.grid import run_grids
 from specbatch.evals.lm import SpecBatchLM
+from specbatch.evals.options import GridOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare, run_eval
 from specbatch.sweeps.report.compare import compare

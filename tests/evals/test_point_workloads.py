@@ -11,8 +11,8 @@ import pytest
 
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.evals.grid import Evaluation, GridOptions
-from specbatch.evals.options import EvalOptions
+from specbatch.evals.grid import Evaluation
+from specbatch.evals.options import EvalOptions, GridOptions
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import points, unfinished
 from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
@@ -49,7 +49,7 @@ def all_of(*names: str) -> list[tuple[str, int, int]]:
     return [(name, concurrency, repeat) for concurrency in (2, 3) for repeat, own in order for name in own]
 
 
-@pytest.fixture(params=["a sweep", "an evaluation"])
+@pytest.fixture(params=["a sweep", pytest.param("an evaluation", marks=pytest.mark.slow)])  # test_grid is quick
 def run(request: pytest.FixtureRequest, engines: Any, scored_file: Path, tmp_path: Path) -> Run:
     def sweep(concurrency: tuple[int, ...], repeats: int, output_len: int = 9) -> Benchmark:
         work = Workload(input_len=5, output_len=output_len, prompts_per_concurrency=2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -29,12 +28,11 @@ class Doubles:
 
 
 @pytest.fixture
-def gym(monkeypatch: pytest.MonkeyPatch) -> None:
+def gym(use_packages: Any) -> None:
     module, factory = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.factory")
     factory.DATASETS = {"doubles": Doubles, "composite": broken}  # type: ignore[attr-defined]
     module.create_dataset = lambda name, **kwargs: factory.DATASETS[name](**kwargs)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "reasoning_gym", module)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+    use_packages({"reasoning_gym": module, "reasoning_gym.factory": factory})
 
 
 def test_scored_by_the_generators_own_scorer(gym: None, make_engine: Any) -> None:
@@ -69,7 +67,7 @@ def test_generators_that_cannot_be_used_are_refused(gym: None, name: str, messag
         load_task(f"reasoning_gym:{name}", num_fewshot=None, data=None, fewshot_data=None, seed=1234)
 
 
-def test_missing_extra_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+def test_missing_extra_is_refused(use_packages: Any) -> None:
+    use_packages({"reasoning_gym": None})
     with pytest.raises(SpecbatchError, match=r"pip install 'specbatch\[reasoning\]'"):
         load_task("reasoning_gym:chain_sum", num_fewshot=None, data=None, fewshot_data=None, seed=1234)

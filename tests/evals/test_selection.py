@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crossed import slow_but
 
 from specbatch.errors import SpecbatchError
 from specbatch.evals.lm import SpecBatchLM
@@ -85,7 +86,7 @@ def test_parts_have_the_prompts_of_the_whole(asked: Any) -> None:
     assert ", from question 38 on. Few-shot examples: 2" in last.table()
 
 
-@pytest.mark.parametrize("limit", [0.025, 0.999, 1.0, 3, 1000])
+@pytest.mark.parametrize("limit", slow_but([0.025, 1.0, 1000], [0.025, 0.999, 1.0, 3, 1000]))
 def test_limits_are_lm_evals(limit: float, asked: Any, lm_evals: Any) -> None:
     report, prompts = asked(limit=limit)
     results, theirs = lm_evals(limit=limit)

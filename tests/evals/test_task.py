@@ -56,7 +56,7 @@ def other_tasks(tasks_folder: Path) -> None:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, make_rows: Any) -> dict[str, Any]:
+def hub(use_hub: Any, make_rows: Any) -> dict[str, Any]:
     """The hub, with small data sets in it."""
     stored = {
         ("openai/gsm8k", "main"): {"train": make_rows(500, 12), "test": make_rows(100, 8)},
@@ -67,7 +67,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, make_rows: Any) -> dict[str, Any]:
         rows = stored[path, name]
         return datasets.DatasetDict({split: datasets.Dataset.from_list(part) for split, part in rows.items()})
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    use_hub(load_dataset)
     return stored
 
 
@@ -220,16 +220,6 @@ def test_impossible_combinations_are_refused(
     files = {"scored": scored_file, "shots": shots_file}
     with pytest.raises(SpecbatchError, match=message):
         load(task, **{name: files.get(value, value) for name, value in options.items()})
-
-
-@pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any attempt to reach the hub or its cache fails the test."""
-
-    def load_dataset(*_: Any, **__: Any) -> None:
-        raise AssertionError("the hub is asked")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
 
 
 @pytest.mark.parametrize(
@@ -419,14 +409,7 @@ def test_prompts_of_other_kinds_of_tasks_are_refused(other_tasks: None) -> None:
         task_prompts("choosy", None, as_messages=False)
 
 
-def test_known_tasks_do_not_scan_lm_evals_folder(monkeypatch: pytest.MonkeyPatch, scored_file: Path) -> None:
-    manager = lm_eval.tasks.TaskManager
-
-    def known_only(include_path: Any, include_defaults: bool) -> Any:
-        assert not include_defaults
-        return manager(include_path=include_path, include_defaults=False)
-
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", known_only)
+def test_known_tasks_do_not_scan_lm_evals_folder(no_scan: None, scored_file: Path) -> None:
     load("gsm8k", data=scored_file)
     load("gsm8k_platinum", data=scored_file)
     load("one_digit_sums")
@@ -442,14 +425,6 @@ def test_imports_are_lazy() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_unknown_task_is_refused_without_parsing_all_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
-
-    manager = lm_eval.tasks.TaskManager
-
-    def of_few_files(include_path: Any = None, include_defaults: bool = True) -> Any:
-        assert not include_defaults, "this takes half a minute"
-        return manager(include_path=include_path, include_defaults=False)
-
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", of_few_files)
+def test_unknown_task_is_refused_without_parsing_all_definitions(no_scan: None) -> None:
     with pytest.raises(SpecbatchError, match=r"task='hellaswagg': no such task; did you mean hellaswag"):
         prepare(EvalOptions("hellaswagg"))

@@ -346,18 +346,11 @@ def test_the_users_task_replaces_lm_evals(folder: Path, tasks_folder: Path) -> N
     assert loaded.notes == (f"task mine of {folder / 'mine.yaml'} replaces lm-eval's task of this name",)
 
 
-def test_names_of_the_users_folders_are_found_without_a_scan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import lm_eval.tasks
-
-    manager, scans = lm_eval.tasks.TaskManager, []
-
-    def counted(*given: Any, **how: Any) -> Any:
-        scans.append(how["include_defaults"])
-        return manager(*given, **how)
-
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", counted)
+def test_names_of_the_users_folders_are_found_without_a_scan(
+    folder: Path, no_scan: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "names_in", lambda *_: (set(), []))
     write(folder, "")
     write(folder, "task: [mine, one_digit_sums]", "group", "group")
     assert list(load(folder, "group").tasks) == ["mine", "one_digit_sums"]
-    assert scans == [False]
+    assert len(no_scan) == 1

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
 from chat_templates import PLAIN, REFUSED, RENDERED
 from fuzzing import Fuzz
 
 from specbatch.errors import SpecbatchError
-from specbatch.text import chat_template
 from specbatch.text.chat_template import ChatTemplate
 
 MESSAGES = [
@@ -48,8 +46,7 @@ def mutated(random: Random) -> str:
     return text
 
 
-def test_chat_templates(fuzz: Fuzz, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0.3)
+def test_chat_templates(fuzz: Fuzz, short_renderings: None) -> None:
     for random in fuzz.rounds(quick=12):
         template = ChatTemplate(mutated(random), "mine")
         try:

@@ -7,6 +7,7 @@ import json
 import math
 import time
 import types
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -59,8 +60,8 @@ HEADERS = (
 )  # fmt: skip
 
 
-def test_http_engine(fuzz: Fuzz, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: BYTES)
+def test_http_engine(fuzz: Fuzz, use_tokenizer: Callable[[object], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    use_tokenizer(BYTES)
     monkeypatch.setattr(http_client, "CONNECT_S", 2 * TIMEOUT_S)
     monkeypatch.setattr(http_client, "LINGER_S", TIMEOUT_S / 3)
     script = Misbehaviour()

@@ -7,26 +7,25 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from watched_calls import Watch
 
 from specbatch import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.grammar import limits, regex, regex_parser
+from specbatch.grammar import json_schema, limits, regex_parser
 from specbatch.grammar.json_schema import SchemaError, regex_of_schema
 from specbatch.grammar.limits import KeptTexts, RegexError, limited, remembered, spend
 from specbatch.grammar.regex import compile_regex
 
 NAMES = [f"p{place}" for place in range(20_000)]
 SETS = "".join(f"\\x{code:02x}" for code in range(1, 128, 2))
-LIMIT_S = 0.15
+LIMIT_S = 0.05
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small part of the usual time, so that what ignores it is seen soon."""
-    for module, name in ((regex_parser, "READING_S"), (regex, "COMPILING_S")):
-        monkeypatch.setattr(module, name, LIMIT_S)
-    monkeypatch.setattr("specbatch.grammar.json_schema.READING_S", LIMIT_S)
-    monkeypatch.setattr(limits, "READING_S", LIMIT_S)
+    for limit in ("limits.READING_S", "regex_parser.READING_S", "regex.COMPILING_S", "json_schema.READING_S"):
+        monkeypatch.setattr(f"specbatch.grammar.{limit}", LIMIT_S)
 
 
 def objects(count: int, **more: Any) -> dict[str, Any]:
@@ -118,10 +117,8 @@ def test_nesting_never_overflows(levels: int) -> None:
         compile_regex("(?:" * levels + "ab" + ")*" * levels)
 
 
-def test_refusals_cost_their_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    parsed: list[str] = []
-    parse = regex_parser._parsed
-    monkeypatch.setattr(regex_parser, "_parsed", lambda pattern: parsed.append(pattern) or parse(pattern))
+def test_refusals_cost_their_time_once(watch: Watch) -> None:
+    parsed = watch(regex_parser, "_parsed", before=lambda pattern: pattern)
     bad = "(?=x)" + "y" * 11_000
     for _ in range(3):
         with pytest.raises(SpecbatchError, match="lookahead and lookbehind are not regular"):
@@ -129,19 +126,16 @@ def test_refusals_cost_their_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed == [bad]
 
 
-def test_schemas_are_translated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Any] = []
-    monkeypatch.setattr(
-        "specbatch.grammar.json_schema.parse_json", lambda text, unique: calls.append(text) or {"type": "x"}
-    )
+def test_schemas_are_translated_once(watch: Watch) -> None:
+    calls = watch(json_schema, "parse_json", before=lambda text, unique: text)
     for _ in range(3):
         with pytest.raises(SchemaError, match="#/type must be one of"):
-            regex_of_schema('{"not seen before": 1}')
+            regex_of_schema('{"type": "not seen before"}')
     assert len(calls) == 1
 
 
 def test_outcomes_are_kept_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_KEPT", 3 * (100 + limits._ENTRY))
+    monkeypatch.setattr(limits, "KEPT", 3 * (100 + limits.ENTRY))
     calls: list[str] = []
 
     @remembered(RegexError)

@@ -84,7 +84,7 @@ def test_states_that_lead_to_no_end_are_left_out() -> None:
 def test_tables_that_take_much_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every beginning of a token is a function of all states."""
     automaton = compile_regex("(?:ab|ba|c){4}")
-    monkeypatch.setattr("specbatch.grammar.token_automaton._MOST_CELLS", 12 * (len(automaton.table) + 2))
+    monkeypatch.setattr("specbatch.grammar.token_automaton.MOST_CELLS", 12 * (len(automaton.table) + 2))
     compile_tokens(automaton, TOKENS, {END}, VOCABULARY)
     with pytest.raises(RegexError, match="it takes too much work with this vocabulary: repeat less"):
         compile_tokens(automaton, [*TOKENS, b"abcabc"], {END}, VOCABULARY)

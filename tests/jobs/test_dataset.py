@@ -77,14 +77,14 @@ def test_folder_of_splits(tmp_path):
             read_rows("input", tmp_path / "two", split, ("prompt",))
 
 
-def test_data_set_of_the_hub(monkeypatch):
+def test_data_set_of_the_hub(use_hub):
     seen = []
 
     def load(*names, **options):
         seen.append((names, options))
         return datasets.Dataset.from_list(ROWS)
 
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    use_hub(load)
     assert read_rows("input", "hf:owner/name@v1:main", "train[:3]", ("prompt",), ("id",)) == WANTED
     read_rows("input", "hf:owner/name", "test", ("prompt",))
     assert seen == [
@@ -95,11 +95,11 @@ def test_data_set_of_the_hub(monkeypatch):
         read_rows("input", "hf:owner/name", None, ("prompt",))
 
 
-def test_unreachable_hub(monkeypatch):
+def test_unreachable_hub(use_hub):
     def offline(*names, **options):
         raise ConnectionError("no route.\nat all")
 
-    monkeypatch.setattr(datasets, "load_dataset", offline)
+    use_hub(offline)
     with pytest.raises(SpecbatchError, match=r"input='hf:a/b': cannot be read \(no route\); name a JSONL file"):
         read_rows("input", "hf:a/b", "test", ("prompt",))
 

@@ -123,6 +123,14 @@ def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
 
 
 @pytest.fixture
+def skinny_up_to(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`skinny_up_to(most)`: the GEMMs for few rows take so many, of whatever weight."""
+    return lambda most: monkeypatch.setattr(
+        "specbatch.kernels.gemm.dense.skinny_gemm_triton.is_skinny", lambda rows, weight: rows <= most
+    )
+
+
+@pytest.fixture
 def force_kernels() -> Iterator[Callable[..., None]]:
     """force_kernels(True) runs all operations by their kernels, force_kernels(False) by their references."""
     with ExitStack() as stack:

@@ -11,18 +11,18 @@ import pytest
 import torch
 from company import Company
 from crossed import slow_but
-from stand_ins import fake_graphs, no_step_times
+from stand_ins import fake_graphs, planned_draft_lengths
 from targets import LATENT, Targets
+from watched_calls import Watch
 
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.core.request import SamplingParams
-from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.kernels.attention import context_kv_triton, qkv_triton
 from specbatch.kernels.attention.deterministic import span_attention_triton, span_latents_triton
 from specbatch.kernels.attention.latent import latent_attention_triton
 from specbatch.kernels.attention.prefill.prefill_backends import TritonPrefill
-from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
+from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 from specbatch.kernels.attention.verify import verify_attention_triton
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.drafting import corpus_triton, draft_inputs_triton, ngram_triton, tree_draft_triton
@@ -65,19 +65,14 @@ SPECULATIONS = {
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None]) -> set[str]:
+def kernels(
+    watch: Watch,
+    use_prefill: Callable[[object], None],
+    skinny_up_to: Callable[[int], None],
+    force_kernels: Callable[..., None],
+) -> set[str]:
     """Makes engines treat CPU tensors as a GPU's; collects the names of the kernels that are called."""
     called: set[str] = set()
-
-    def spy(module: Any, name: str) -> None:
-        kernel = getattr(module, name)
-
-        def run(*args: Any, **settings: Any) -> Any:
-            called.add(name)
-            return kernel(*args, **settings)
-
-        monkeypatch.setattr(module, name, run)
-
     for module, names in {
         accept_triton: ["verify_inputs"],
         accept_and_commit_triton: ["score_partials", "commit", "commit_tree", "sample", "rejection_sample"],
@@ -108,25 +103,18 @@ def kernels(monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[..., None])
         verify_budget_triton: ["spend", "learn"],
     }.items():
         for name in names:
-            spy(module, name)
+            watch(module, name, before=lambda *_, name=name, **__: called.add(name))
     force_kernels()
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: TritonPrefill())
-    monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: rows <= 8)
+    use_prefill(TritonPrefill())
+    skinny_up_to(8)
     return called
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+def loaded(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> list[tuple[bool, int]]:
     """Passes that one graph of prompts computes: whether no span has a prefix, and the number of spans."""
     fake_graphs(monkeypatch)
-    load, passes = StaticRaggedBatch.load, list[tuple[bool, int]]()
-
-    def noted(self: StaticRaggedBatch, spans: RaggedBatch, *, given: bool) -> None:
-        passes.append((self.fresh, len(spans.counts)))
-        load(self, spans, given=given)
-
-    monkeypatch.setattr(StaticRaggedBatch, "load", noted)
-    return passes
+    return watch(StaticRaggedBatch, "load", before=lambda graph, spans, **_: (graph.fresh, len(spans.counts)))
 
 
 @pytest.fixture
@@ -198,12 +186,10 @@ def test_deterministic_mode(toy: Any, kernel_engine: tuple[Callable[..., Any], s
         ],
     ),
 )
-def test_logits_in_deterministic_mode_do_not_depend_on_company(
-    monkeypatch: pytest.MonkeyPatch, kernels: set[str], name: str
-) -> None:
+def test_logits_in_deterministic_mode_do_not_depend_on_company(kernels: set[str], name: str) -> None:
     """Up to rounding: the interpreter's GEMMs are numpy's. tests/lossless/test_deterministic_gpu.py compares bits."""
-    monkeypatch.setattr("company.prefill_backend", lambda *_, **__: TritonPrefill())
-    company, texts = Company(name, torch.float32, trees=False), [[5, 6, 7, 8, 9] * 2, [4, 5]]
+    company = Company(name, torch.float32, trees=False, attention=TritonPrefill())
+    texts = [[5, 6, 7, 8, 9] * 2, [4, 5]]
     with use_deterministic():
         alone, together = [company.alone(text) for text in texts], company.together(texts, Random(3))
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
@@ -247,11 +233,9 @@ def test_zero_drafts_before_and_after_some(
 ) -> None:
     prompts, params = [list(toy.prompts()[4])], SamplingParams(max_new_tokens=5, ignore_eos=True)
     asked = replace(SPECULATIONS["eagle3"], draft_tokens="auto")
-    no_step_times(monkeypatch)
     numbers = []
     for build in (toy_engine, request.getfixturevalue("kernel_engine")[0]):
-        plan = [0, 2, 0, 1]
-        monkeypatch.setattr(DraftLength, "choose", lambda self, rows, plan=plan: plan.pop(0))
+        planned_draft_lengths(monkeypatch, [0, 2, 0, 1])
         [done] = build(speculation=asked, max_running=1).generate(prompts, params)
         assert tuple(done.token_ids) == toy.greedy(tuple(prompts[0]))[:5]
         numbers.append((done.metrics.drafted, done.metrics.accepted))

@@ -10,7 +10,7 @@ from targets import TargetCheckpoint
 from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk
-from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention, prefill_backend
 from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.memory.kv_cache import KVCache
@@ -47,10 +47,12 @@ class Company:
         device: torch.device = CPU,
         kv_dtype: torch.dtype | None = None,
         trees: bool = True,
+        attention: PrefillAttention | None = None,
     ) -> None:
         found = TargetCheckpoint(target) if isinstance(target, str) else target
         self._config, self._dtype, self._state = found.config, dtype, state
         self._device, self._kv_dtype, self._trees = device, kv_dtype or dtype, trees
+        self._attention = attention or prefill_backend("auto", device, dtype, found.config.head_dim)
         self._model = Decoder(found.config, found.tensor, dtype=dtype, device=device, max_positions=1024)
 
     @torch.inference_mode()
@@ -87,9 +89,10 @@ class Company:
         config, types = self._config, state_types(self._dtype, self._state)
         layers = max(self._model.recurrent_layers, 1)
         states = RecurrentStates(config.state_shapes, layers, len(texts) + 1, MOST_ROWS, types, self._device)
-        attention = prefill_backend("auto", self._device, self._dtype, config.head_dim)
         count = self._model.kv_layers
-        self._kv = KVCache(config, count, pages * len(texts), PAGE, self._kv_dtype, self._device, attention, states)
+        self._kv = KVCache(
+            config, count, pages * len(texts), PAGE, self._kv_dtype, self._device, self._attention, states
+        )
         return self._kv
 
     def _prefill(self, cache: KVCache, parts: list[tuple[Text, int]]) -> None:

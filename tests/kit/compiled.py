@@ -109,7 +109,7 @@ def attention(
     fixed |= {} if has_window else {"window": None}
     fixed |= {} if has_sinks else {"sinks": None}
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
-    return compiled(spans._span_attention, kinds, fixed, **options)
+    return compiled(spans.span_attention_kernel, kinds, fixed, **options)
 
 
 def verify(*, is_tree: bool, is_shared: bool = False, cache: str = "bf16", is_packed: bool = False) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def verify(*, is_tree: bool, is_shared: bool = False, cache: str = "bf16", is_pa
     )
     fixed |= {} if is_tree else {"positions": None, "ancestors": None}
     fixed |= {} if is_packed else {"firsts": None}
-    return compiled(verifies._verify_attention, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+    return compiled(verifies.verify_attention_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def prompt(source: str, dim: int, tile: prompts.Tiling, *, has_sinks: bool) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def prompt(source: str, dim: int, tile: prompts.Tiling, *, has_sinks: bool) -> d
         "QUERIES": tile.queries, "KEYS": tile.keys, "SPLIT": True,
     }  # fmt: skip
     fixed |= {} if has_sinks else {"sinks": None}
-    return compiled(prompts._attend, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+    return compiled(prompts.prefill_attention_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def latent_attention(
@@ -160,7 +160,7 @@ def latent_attention(
     }  # fmt: skip
     fixed |= dict.fromkeys(("slots", "lengths") if is_prompt else ("tiles", "bounds"))
     fixed |= {} if is_tree else {"ancestors": None}
-    return compiled(latents._latent_attention, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+    return compiled(latents.latent_attention_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def spans_of_latents(
@@ -181,7 +181,7 @@ def spans_of_latents(
     fixed |= {} if is_prompt else {"tiles": None}
     fixed |= {} if is_tree else {"lineages": None, "seen": None}
     options = {"num_warps": span_latents.WARPS, "num_stages": span_latents.STAGES, "enable_fp_fusion": False}
-    return compiled(span_latents._span_latents, kinds, fixed, **options)
+    return compiled(span_latents.span_latents_kernel, kinds, fixed, **options)
 
 
 def merge_of_latents() -> dict[str, Any]:
@@ -190,7 +190,7 @@ def merge_of_latents() -> dict[str, Any]:
         "HEADS": 16, "RANK": 512, "BLOCK_R": 512, "SPAN": span_latents.SPAN, "AT_ONCE": span_latents.AT_ONCE,
         "PDL": True,
     }  # fmt: skip
-    return compiled(span_latents._merge_spans, kinds, fixed, num_warps=4, enable_fp_fusion=False)
+    return compiled(span_latents.merge_spans_kernel, kinds, fixed, num_warps=4, enable_fp_fusion=False)
 
 
 def head_gemm(tokens: int, *, is_turned: bool, dtype: str = "bf16") -> dict[str, Any]:
@@ -201,7 +201,7 @@ def head_gemm(tokens: int, *, is_turned: bool, dtype: str = "bf16") -> dict[str,
     k, n = (512, 128) if is_turned else (128, 512)
     fixed = {"N": n, "K": k, "BT": tile.tokens, "BN": head_gemms.OUTPUTS, "BK": tile.columns, "PDL": True}
     fixed |= {"weight_k" if is_turned else "weight_n": 1}
-    return compiled(head_gemms._head_gemm, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+    return compiled(head_gemms.head_gemm_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def gemm(rows: int, dtype: str = "bf16") -> dict[str, Any]:
@@ -213,7 +213,7 @@ def gemm(rows: int, dtype: str = "bf16") -> dict[str, Any]:
         "weight": f"tensordesc<{dtype}[{tile.outputs}, {tile.columns}]>",
     }
     fixed = {"BT": tile.rows, "BN": tile.outputs, "BK": tile.columns, "GROUP": tile.group, "PDL": True}
-    return compiled(gemms._fixed_order_gemm, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+    return compiled(gemms.fixed_order_gemm_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def collective(ranks: int, dtype: str = "bf16", *, reduces: bool = True, is_two_shot: bool = False) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def collective(ranks: int, dtype: str = "bf16", *, reduces: bool = True, is_two_
         "PDL": True,
     }  # fmt: skip
     fixed |= {} if is_two_shot else {"REDUCES": reduces}
-    kernel = module._two_shot_kernel if is_two_shot else module._exchange_kernel
+    kernel = module.two_shot_kernel if is_two_shot else module.exchange_kernel
     return compiled(kernel, kinds, fixed, num_warps=module.BLOCK // 32)
 
 

@@ -27,13 +27,13 @@ def spending(batch: int, drafts: int, *, has_confidence: bool) -> dict[str, Any]
     fixed |= {name: getattr(budget_refs, name) for name in ("LEVELS", "WEIGHT", "GUESS", "GUESSED")}
     fixed |= {} if has_confidence else {"confidence": None}
     warps = budgets.warps_for(block * nodes)
-    return compiled(budgets._spend_kernel, kinds, fixed, num_warps=warps, enable_fp_fusion=False)
+    return compiled(budgets.spend_kernel, kinds, fixed, num_warps=warps, enable_fp_fusion=False)
 
 
 def argmax_with_sums() -> dict[str, Any]:
     kinds = {"logits": "*bf16", "partials": "*i64", "sums": "*fp32"}
     kinds |= dict.fromkeys(("vocabulary", "first", "group", "outer", "inner", "chunks", "steps"), "i32")
-    return compiled(accepts._argmax_kernel, kinds, {"BLOCK": 2048, "PDL": True}, num_warps=4)
+    return compiled(accepts.argmax_kernel, kinds, {"BLOCK": 2048, "PDL": True}, num_warps=4)
 
 
 def learning(drafts: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def learning(drafts: int) -> dict[str, Any]:
     kinds |= dict.fromkeys(("batch", "columns", "spacing"), "i32")
     fixed = {"DRAFTS": drafts, "KINDS": 2 * budget_refs.LEVELS + 1, "BLOCK": 1024, "PDL": True}
     fixed |= {"MOST": budget_refs.MOST, "MEMORY": budget_refs.MEMORY}
-    return compiled(budgets._learn_kernel, kinds, fixed, num_warps=4, enable_fp_fusion=False)
+    return compiled(budgets.learn_kernel, kinds, fixed, num_warps=4, enable_fp_fusion=False)
 
 
 def every() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -31,18 +31,18 @@ def convolution(rows: int) -> dict[str, Any]:
     kinds |= dict.fromkeys(("rows", "count"), "*i64")
     fixed = dict.fromkeys(("before", "after", "bias", "kept")) | {"weight_stride": 1, "TAPS": 4, "SILU": True}
     fixed |= {"CHANNELS": short_conv_triton._CHANNELS, "N": rows, "PDL": True}
-    return compiled(short_conv_triton._conv_chain, kinds, fixed, num_warps=4, enable_fp_fusion=False)
+    return compiled(short_conv_triton.conv_chain_kernel, kinds, fixed, num_warps=4, enable_fp_fusion=False)
 
 
 def every() -> Iterator[tuple[str, dict[str, Any]]]:
     """Name of a kernel, and what was found."""
     for dtype in ("bf16", "fp16"):
         chain = {"N": 4, "ROWS": 4, "HELD": 4, "HELD_BLOCK": 4, "COLUMNS": 32, "PRECISION": "tf32"}
-        yield f"chain of the gated delta rule, {dtype}", delta(gated_delta_triton._chain, dtype, 2, **chain)
+        yield f"chain of the gated delta rule, {dtype}", delta(gated_delta_triton.chain_kernel, dtype, 2, **chain)
     one = {"HELD": 1, "HELD_BLOCK": 1, "COLUMNS": 16}
-    yield "row of the gated delta rule", delta(gated_delta_triton._one_row, "bf16", 1, **one)
+    yield "row of the gated delta rule", delta(gated_delta_triton.one_row_kernel, "bf16", 1, **one)
     norm = {"BLOCK_V": 128, "PRECISION": "tf32", "TILE": 8}
-    yield "norm of the gated delta rule", delta(gated_delta_triton._norm, "bf16", 4, **norm)
+    yield "norm of the gated delta rule", delta(gated_delta_triton.norm_kernel, "bf16", 4, **norm)
     for rows in (1, 4):
         yield f"chain of {rows} of the convolution", convolution(rows)
 

@@ -31,7 +31,7 @@ def one_row(n: int, k: int, *, gated: bool, normed: bool, kind: str = "bf16", no
         "HAS_RESIDUAL": not normed, "R": tile.rows // (1 + gated), "C": 128 * tile.warps, "PDL": True,
     }  # fmt: skip
     fixed["residual" if normed else "norm"] = None
-    found = compiled(one_rows._one_row_kernel, kinds, fixed, num_warps=tile.warps)
+    found = compiled(one_rows.one_row_kernel, kinds, fixed, num_warps=tile.warps)
     pieces = -(-k // (256 * tile.warps))  # that a thread reads 16 bytes of
     return found | {"expected": pieces * (tile.rows + (normed and (1 if norm != "fp32" else 2)))}
 
@@ -47,7 +47,7 @@ def skinny_gemm(n: int, k: int, tile: Tile, rows: int, *, gated: bool, normed: b
         "BN": tile.n, "BK": tile.k, "PDL": True,
     }  # fmt: skip
     fixed |= {} if normed else {"norm": None}
-    return compiled(skinny._skinny_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+    return compiled(skinny.skinny_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def every() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -19,7 +19,7 @@ from specbatch.kernels.moe import experts_triton as experts
 
 def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[str, Any]:
     """A grouped GEMM of gpt-oss; with a group of Qwen3-30B-A3B in INT4."""
-    tile = experts._FOUR_BITS_TILES[rows]
+    tile = experts.FOUR_BITS_TILES[rows]
     kinds = dict.fromkeys(("x", "bias", "y"), "*bf16") | {"weight": "*i32"}
     kinds |= dict.fromkeys(("order", "blocks", "used"), "*i32")
     kinds |= dict.fromkeys(("N", "K", "x_stride", "scale_stride"), "i32")
@@ -32,7 +32,7 @@ def experts_of_four_bits(rows: int, *, is_gated: bool, group: int = 0) -> dict[s
         "CHUNK": 128, "UNIT": 128, "BF16": True, "WARPS": tile.warps, "PDL": True,
     }  # fmt: skip
     fixed |= {"bias": None} if group else {}
-    return compiled(experts._grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+    return compiled(experts.grouped_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def fp8(rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int = 12288) -> dict[str, Any]:
@@ -43,17 +43,17 @@ def fp8(rows: int, *, per_channel: bool, quantized: bool, n: int = 4096, k: int 
     tile = fp8s.tile_for(rows, n, k, 1 if quantized else 2)
     fixed: dict[str, Any] = {"PER_CHANNEL": per_channel, "HAS_BIAS": False, "HAS_RESIDUAL": True}
     if isinstance(tile, w8a8_few_rows.W8A8FewRowsTile):
-        return of_few_rows(w8a8_few_rows._w8a8_few_rows_kernel, kinds, fixed | {"SIDE": 128}, rows, tile)
+        return of_few_rows(w8a8_few_rows.w8a8_few_rows_kernel, kinds, fixed | {"SIDE": 128}, rows, tile)
     if isinstance(tile, fp8_few_rows.FP8FewRowsTile):
         return of_few_rows(
-            fp8_few_rows._fp8_few_rows_kernel, kinds | {"weight": "*i32"}, fixed | {"SIDE": 128}, rows, tile
+            fp8_few_rows.fp8_few_rows_kernel, kinds | {"weight": "*i32"}, fixed | {"SIDE": 128}, rows, tile
         )
     fixed |= {
         "QUANTIZED": quantized, "SCALE_BLOCK": 128, "EVEN_K": True, "SPLITS": tile.splits, "BM": tile.rows,
         "BN": tile.outputs, "BK": tile.k, "PDL": True,
     }  # fmt: skip
     fixed |= {} if quantized else {"x_scales": None}
-    return compiled(fp8s._fp8_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+    return compiled(fp8s.fp8_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def of_few_rows(
@@ -81,15 +81,15 @@ def int4(rows: int, kind: str, group: int, n: int = 4096, k: int = 12288) -> dic
             "GROUPS": 128 // group, "CHUNKS": tile.chunks, "SPLITS": tile.splits, "BM": rows, "BN": tile.outputs,
             "WARPS": 4, "STAGES": tile.stages, "AHEAD": 2, "PDL": True,
         }  # fmt: skip
-        return compiled(int4_few_rows._int4_few_rows_kernel, kinds, fixed, num_warps=4, num_stages=tile.stages)
+        return compiled(int4_few_rows.int4_few_rows_kernel, kinds, fixed, num_warps=4, num_stages=tile.stages)
     fixed |= {
         "GROUP": group, "SPLITS": tile.splits, "BM": tile.rows, "BN": tile.outputs, "WARPS": tile.warps, "PDL": True
     }  # fmt: skip
-    return compiled(int4s._int4_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+    return compiled(int4s.int4_linear_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
 
 
 def every() -> Iterator[tuple[str, dict[str, Any]]]:
-    for rows in experts._FOUR_BITS_TILES:
+    for rows in experts.FOUR_BITS_TILES:
         yield f"INT4 experts of {rows} rows", experts_of_four_bits(rows, is_gated=True, group=128)
         yield f"experts of {rows} rows", experts_of_four_bits(rows, is_gated=True)
         yield f"second GEMM of experts of {rows} rows", experts_of_four_bits(rows, is_gated=False)

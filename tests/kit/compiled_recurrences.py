@@ -59,19 +59,19 @@ def delta_finish(*, keeps: bool) -> dict[str, Any]:
     kinds = dict.fromkeys(("o", "qkv", "z", "weight"), "*bf16") | dict.fromkeys(("gates", "kept_k", "kept_g"), "*fp32")
     fixed = _DELTA | {"BLOCK_V": 128, "TILE": row_by_row_triton.LINES}
     fixed |= {} if keeps else dict.fromkeys(("slots", "kept_k", "kept_g"))
-    return compiled(row_by_row_triton._delta_finish_kernel, kinds | {"slots": "*i64", "eps": "fp32"}, fixed, 4)
+    return compiled(row_by_row_triton.delta_finish_kernel, kinds | {"slots": "*i64", "eps": "fp32"}, fixed, 4)
 
 
 def delta_gates() -> dict[str, Any]:
     kinds = dict.fromkeys(("qkv", "b", "a"), "*bf16") | dict.fromkeys(("a_log", "dt_bias", "gates"), "*fp32")
     fixed = {name: value for name, value in _DELTA.items() if name != "V"} | {"TILE": row_by_row_triton.LINES}
-    return compiled(row_by_row_triton._delta_gates_kernel, kinds, fixed, 4)
+    return compiled(row_by_row_triton.delta_gates_kernel, kinds, fixed, 4)
 
 
 def ssd_finish(*, keeps: bool) -> dict[str, Any]:
     kinds = dict.fromkeys(("y", "z", "norm", "xbc", "dt", "pending"), "*bf16") | {"rows": "*i64", "eps": "fp32"}
     fixed = _SSD | {"WIDTH": 1024, "BLOCK": 1024} | ({} if keeps else dict.fromkeys(("xbc", "dt", "pending", "rows")))
-    return compiled(mamba2_triton._finish, kinds, fixed, 4)
+    return compiled(mamba2_triton.finish_kernel, kinds, fixed, 4)
 
 
 def conv(kernel: Any, **sizes: int) -> dict[str, Any]:
@@ -86,21 +86,21 @@ def every() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for variant in WALKS:
         kinds = dict.fromkeys(("qkv", "o"), "*bf16") | dict.fromkeys(("gates", "old_k", "old_u", "old_g"), "*fp32")
         fixed = _DELTA | {"COLUMNS": row_by_row_triton.COLUMNS}
-        yield "gated delta rule", variant, walk(row_by_row_triton._delta_walk, variant, kinds, fixed)
+        yield "gated delta rule", variant, walk(row_by_row_triton.delta_walk_kernel, variant, kinds, fixed)
     for variant in WALKS:
         kinds = dict.fromkeys(("xbc", "dt", "y", "pending"), "*bf16") | dict.fromkeys(
             ("a_log", "d", "dt_bias"), "*fp32"
         )
         fixed = _SSD | {"DIM": 64, "BLOCK_S": 128, "ROWS": row_by_row_triton.ROWS}
-        yield "Mamba2", variant, walk(row_by_row_triton._ssd_walk, variant, kinds, fixed)
+        yield "Mamba2", variant, walk(row_by_row_triton.ssd_walk_kernel, variant, kinds, fixed)
     for keeps in (False, True):
         yield "norm of the gated delta rule", "verify" if keeps else "prompt", delta_finish(keeps=keeps)
         yield "norm of Mamba2", "verify" if keeps else "prompt", ssd_finish(keeps=keeps)
     yield "gates of the gated delta rule", "all", delta_gates()
-    yield "convolution", "prompt", conv(short_conv_triton._conv_prefill, CHANNELS=512, TOKENS=16)
+    yield "convolution", "prompt", conv(short_conv_triton.conv_prefill_kernel, CHANNELS=512, TOKENS=16)
     for rows in (1, 8):
-        yield "convolution", f"tree of {rows}", conv(short_conv_triton._conv_verify, N=rows, ROWS=rows, PAST=4)
-        yield "convolution", f"chain of {rows}", conv(short_conv_triton._conv_chain, CHANNELS=512, N=rows)
+        yield "convolution", f"tree of {rows}", conv(short_conv_triton.conv_verify_kernel, N=rows, ROWS=rows, PAST=4)
+        yield "convolution", f"chain of {rows}", conv(short_conv_triton.conv_chain_kernel, CHANNELS=512, N=rows)
 
 
 if __name__ == "__main__":

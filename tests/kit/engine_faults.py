@@ -10,7 +10,7 @@ import torch
 from targets import MTP, SPECULATIONS, Targets
 
 from specbatch.config.engine_config import EngineConfig, Speculation
-from specbatch.core.attention_metadata import _BoundDecode
+from specbatch.core.attention_metadata import BoundDecode
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.engine.device import acceptance
 from specbatch.engine.device.step import DecodeStep
@@ -19,14 +19,12 @@ from specbatch.kernels.gemm.linear import Linear
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 
-def config_of(targets: Targets, patch: pytest.MonkeyPatch, target: str, drafter: str, **changes: Any) -> EngineConfig:
-    """An engine of one of `TARGETS` with one of `SPECULATIONS`; engines find the checkpoints in memory. changes: of
-    EngineConfig, and `schedule`."""
+def config_of(targets: Targets, target: str, drafter: str, **changes: Any) -> EngineConfig:
+    """An engine of one of `TARGETS` with one of `SPECULATIONS`. changes: of EngineConfig, and `schedule`."""
     speculation = {"schedule": changes.pop("schedule", "v2"), **SPECULATIONS[drafter]}
     if speculation.get("algorithm") == "eagle":
-        speculation["draft"] = targets._eagle(target)
+        speculation["draft"] = targets.eagle(target)
     dummy = speculation.get("draft") == "dummy" or (drafter.startswith("mtp") and target not in MTP)
-    patch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: targets.checkpoint(model))
     settings = {"page_size": 4, "device": "cpu", "load_format": "dummy" if dummy else "auto"} | changes
     return EngineConfig(model=target, speculation=Speculation(**speculation), **settings)
 
@@ -84,28 +82,42 @@ def rope_offset_of_queries(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(verify_attention.DecodeAttentionRef, "__call__", wrong)
 
 
-def dropped_accepted_token(patch: pytest.MonkeyPatch) -> None:
-    """The first of several accepted drafts is lost, its key and value stay."""
+def _accepts(patch: pytest.MonkeyPatch, change: Callable[[acceptance.RefResult, torch.Tensor, Any], Any]) -> None:
+    """change: (what a verify accepts, its logits, its proposal) to what is accepted in place of that"""
     accept = acceptance.accept_ref
 
-    def dropped(*arguments: Any) -> Any:
-        found = accept(*arguments)
+    def changed(logits: torch.Tensor, proposal: Any, *others: Any) -> Any:
+        return change(acceptance.RefResult(*accept(logits, proposal, *others)), logits, proposal)
+
+    patch.setattr(acceptance, "accept_ref", changed)
+
+
+def every_draft_accepted(patch: pytest.MonkeyPatch) -> None:
+    def accepted(found: acceptance.RefResult, logits: torch.Tensor, proposal: Any) -> acceptance.RefResult:
+        tokens = torch.cat([proposal.tokens, found.tokens[:, -1:]], 1)
+        return found._replace(tokens=tokens, accepted=torch.full_like(found.accepted, proposal.tokens.shape[1]))
+
+    _accepts(patch, accepted)
+
+
+def dropped_accepted_token(patch: pytest.MonkeyPatch) -> None:
+    """The first of several accepted drafts is lost, its key and value stay."""
+
+    def dropped(found: acceptance.RefResult, logits: torch.Tensor, proposal: Any) -> acceptance.RefResult:
         several = found.accepted > 1
         tokens = torch.cat([found.tokens[:, 1:], found.tokens[:, -1:]], 1)
         return found._replace(
             tokens=torch.where(several[:, None], tokens, found.tokens), accepted=found.accepted - several.long()
         )
 
-    patch.setattr(acceptance, "accept_ref", dropped)
+    _accepts(patch, dropped)
 
 
 def one_wrong_token(patch: pytest.MonkeyPatch) -> None:
     """In one verify of drafts, the seventh, one request gets the third best token."""
-    accept = acceptance.accept_ref
     calls = {"count": 0}
 
-    def wrong(logits: torch.Tensor, proposal: Any, *arguments: Any) -> Any:
-        found = accept(logits, proposal, *arguments)
+    def wrong(found: acceptance.RefResult, logits: torch.Tensor, proposal: Any) -> acceptance.RefResult:
         calls["count"] += proposal.tokens.shape[1] > 0
         if calls["count"] == 7 and proposal.tokens.shape[1]:
             tokens, accepted = found.tokens.clone(), found.accepted.clone()
@@ -114,7 +126,7 @@ def one_wrong_token(patch: pytest.MonkeyPatch) -> None:
             found = found._replace(tokens=tokens, accepted=accepted)
         return found
 
-    patch.setattr(acceptance, "accept_ref", wrong)
+    _accepts(patch, wrong)
 
 
 def wrong_block_scale(patch: pytest.MonkeyPatch, factor: float = 2.0, layer: int = 0) -> None:
@@ -143,7 +155,7 @@ def wrong_block_scale(patch: pytest.MonkeyPatch, factor: float = 2.0, layer: int
 
 def state_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
     """The state of the first recurrent layer advances over rejected drafts, too."""
-    recur = _BoundDecode.recur
+    recur = BoundDecode.recur
 
     def ahead(self: Any, layer: int, projected: Any, mixer: Any) -> Any:
         states = self.cache.states
@@ -153,4 +165,4 @@ def state_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
         every = StateReplay(self.metadata.slots, (count > 0) * rows, states._kept, self.metadata.ancestors)
         return mixer.verify(projected, states.layers[layer], every)
 
-    patch.setattr(_BoundDecode, "recur", ahead)
+    patch.setattr(BoundDecode, "recur", ahead)

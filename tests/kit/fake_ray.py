@@ -11,7 +11,8 @@ LOST = "The actor died unexpectedly.\n\tip: 10.0.0.7\nThe actor is dead because 
 
 
 class FakeRay:
-    """options: of the last class of actors. actors: all that were started. room: how many have resources."""
+    """options: of the last class of actors. actors: all that were started. room: how many have resources. connected:
+    whether this process is in a cluster already."""
 
     __version__ = "2.60.0"
     util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.7")
@@ -20,6 +21,7 @@ class FakeRay:
         self.options: dict[str, Any] = {}
         self.actors: list[FakeActor] = []
         self.room = room
+        self.connected = True
 
     def remote(self, **options: Any) -> Callable[[type[Any]], Any]:
         self.options = options
@@ -42,7 +44,7 @@ class FakeRay:
         return {"CPU": float(self.room)}
 
     def is_initialized(self) -> bool:
-        return True
+        return self.connected
 
 
 class _Class:

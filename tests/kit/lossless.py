@@ -126,7 +126,7 @@ def cases(schedules: tuple[str, ...], graphs: tuple[str, ...]) -> list[Any]:
     ]
 
 
-def check(case: Case, targets: Targets, patch: pytest.MonkeyPatch, device: str) -> None:
+def check(case: Case, targets: Targets, patch: pytest.MonkeyPatch, device: str, **settings: Any) -> None:
     """Greedy tokens are those of naive decoding in float64. Sampled ones are the baseline's where drafts are not
     sampled, else those of the drafter run eagerly; and their log probabilities are the target's."""
     if device == "cpu":
@@ -135,7 +135,7 @@ def check(case: Case, targets: Targets, patch: pytest.MonkeyPatch, device: str) 
         late_results(patch)
     if case.is_auto:
         random_draft_lengths(patch)
-    engine = _engine(case, targets, device)
+    engine = _engine(case, targets, device, **settings)
     prompts, count = targets.prompts(case.target), LONGER if case.memory == "tight" or case.is_auto else NEW
     expected = [tokens[:count] for tokens in targets.greedy(case.target, LONGER)]
     assert _tokens(engine.generate(prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))) == expected
@@ -149,20 +149,20 @@ def check(case: Case, targets: Targets, patch: pytest.MonkeyPatch, device: str) 
         assert done.logprobs == pytest.approx(logprobs.tolist(), abs=1e-3)
     # After a retraction or another draft length, verifies start at other positions with other random numbers.
     if case.keeps_seeds or (case.memory == "roomy" and not case.is_auto and not case.has_budget):
-        wanted = _sampled(targets, device, case.target, "none" if case.keeps_seeds else case.drafter)
+        wanted = _sampled(targets, device, case.target, "none" if case.keeps_seeds else case.drafter, **settings)
         differing = sum(one != other for one, other in zip(_tokens(sampled), wanted, strict=True))
         # On a GPU other shapes round differently, and one random number may fall on the other side of a boundary.
         assert differing <= (device == "cuda")
 
 
-def _engine(case: Case, targets: Targets, device: str) -> Engine:
-    settings = case.settings()
+def _engine(case: Case, targets: Targets, device: str, **settings: Any) -> Engine:
+    settings = case.settings() | settings
     return targets.engine(case.target, case.drafter, case.schedule[:2], device=device, dtype="float32", **settings)
 
 
 @cache
-def _sampled(targets: Targets, device: str, target: str, drafter: str) -> list[list[int]]:
-    engine = _engine(Case(drafter, "v1", "eager", "roomy", target), targets, device)
+def _sampled(targets: Targets, device: str, target: str, drafter: str, **settings: Any) -> list[list[int]]:
+    engine = _engine(Case(drafter, "v1", "eager", "roomy", target), targets, device, **settings)
     return _tokens(engine.generate(targets.prompts(target), SAMPLED))
 
 

@@ -45,7 +45,7 @@ def main(described: Mapping[str, Any], **settings: Any) -> None:
         with force_kernels(), torch.inference_mode():
             seen: list[tuple[int, int]] = []
             start, parts = time.perf_counter(), [item.capture() for item in recordings]
-            compiled = compile_ahead(parts, worker._warm_ups(), lambda done, total: seen.append((done, total)))
+            compiled = compile_ahead(parts, worker.warm_ups(), lambda done, total: seen.append((done, total)))
             found.update(compiled=len(compiled.kernels), kernels=seen[-1][1], seconds=time.perf_counter() - start)
         found["changed"] = any(not torch.equal(*pair) for pair in zip(before, state_of(worker), strict=True))
         found.update(names=sorted(set(compiled.kernels)), missed=list(compiled.missed))

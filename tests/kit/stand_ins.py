@@ -4,6 +4,7 @@ lengths, a timer of steps, a quantizing activation that notes what it is given."
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -42,12 +43,13 @@ class FakeRecorder:
 def fake_graphs(patch: pytest.MonkeyPatch, recorder: type[FakeRecorder] = FakeRecorder) -> None:
     """Engines on a CPU accept graphs, and record them with `recorder`."""
     patch.setattr("specbatch.engine.setup.builder.Recorder", recorder)
-    patch.setattr("specbatch.engine.setup.prepare._check_device", lambda config, device: None)
+    patch.setattr("specbatch.engine.setup.prepare.check_device", lambda config, device: None)
 
 
-def late_results(patch: pytest.MonkeyPatch) -> None:
-    """The device is never done when the host asks: the overlapped schedule runs as far ahead as it may."""
-    patch.setattr(AsyncCopy, "ready", lambda self: False)
+def late_results(patch: pytest.MonkeyPatch, late: bool = True) -> None:
+    """The device is never done when the host asks: the overlapped schedule runs as far ahead as it may. Not late: it is
+    always done."""
+    patch.setattr(AsyncCopy, "ready", lambda self: not late)
 
 
 def no_step_times(patch: pytest.MonkeyPatch) -> None:
@@ -56,9 +58,13 @@ def no_step_times(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("specbatch.engine.setup.builder.measure_step_times", lambda *_, **__: {})
 
 
+def _chosen_by(patch: pytest.MonkeyPatch, choose: Callable[[DraftLength, int], int]) -> None:
+    no_step_times(patch)
+    patch.setattr(DraftLength, "choose", choose)
+
+
 def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
     """`draft_tokens="auto"` chooses at random, some lengths for several steps, and measures no times."""
-    no_step_times(patch)
     chance, chosen = random.Random(seed), [0]
 
     def choose(self: DraftLength, rows: int) -> int:
@@ -66,20 +72,19 @@ def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
             chosen[0] = chance.choice([0, *self.draft_lengths])
         return chosen[0]
 
-    patch.setattr(DraftLength, "choose", choose)
+    _chosen_by(patch, choose)
 
 
 def planned_draft_lengths(patch: pytest.MonkeyPatch, plan: list[int], after: int = 0) -> None:
     """`draft_tokens="auto"` chooses these lengths, a step each, and takes them out of the list; then `after`. A step
     with drafts before one without is a probe. No times are measured."""
-    no_step_times(patch)
 
     def choose(self: DraftLength, rows: int) -> int:
         length = plan.pop(0) if plan else after
         self.probing = length > 0 and plan[:1] == [0]
         return length
 
-    patch.setattr(DraftLength, "choose", choose)
+    _chosen_by(patch, choose)
 
 
 class OneSecond(StepTimer):

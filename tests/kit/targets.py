@@ -11,8 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from opening import opening
 from quantized_weights import FORMATS
 from safetensors.torch import save_file
 
@@ -161,6 +161,15 @@ QUANTIZED = {
     }
     for name, (described, _) in FORMATS.items()
 }
+# Recurrent layers only; pages still count the tokens.
+WITHOUT_ATTENTION = {
+    f"{name} without attention": TARGETS[name] | layers
+    for name, layers in {
+        "qwen3.5": {"layer_types": ["linear_attention"] * 4},
+        "nemotron-h": {"hybrid_override_pattern": "MM-M"},
+        "lfm2": {"layer_types": ["conv"] * 4},
+    }.items()
+}
 DRAFTS = {"drafts": TARGETS["llama"], "recurrent-drafts": TARGETS["qwen3.5"]}
 
 MTP = ("glm4-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe", "deepseek-v3")  # whose checkpoints hold a draft head
@@ -197,19 +206,20 @@ STRENGTHS = {
 
 
 class TargetCheckpoint:
-    """One of `TARGETS`, random, or of `DRAFTS`. Its texts half repeat themselves: on token 4n + i should follow
-    4n + (i + 1) % 4 by the embedding, and layers make another one of it about as often. Drafts follow the embedding:
-    `DRAFTS`, the MTP head beside a target and `eagle_head` have layers of little weight. mtp_layers: of that head."""
+    """One of `TARGETS`, `WITHOUT_ATTENTION` or `DRAFTS`, random. Its texts half repeat themselves: on token 4n + i
+    should follow 4n + (i + 1) % 4 by the embedding, and layers make another one of it about as often. Drafts follow the
+    embedding: `DRAFTS`, the MTP head beside a target and `eagle_head` have layers of little weight. mtp_layers: of that
+    head."""
 
     origin = "memory"
 
     def __init__(self, name: str, mtp_layers: int | None = None) -> None:
         self.name = name
-        read = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS | QUANTIZED)[name]).for_length(44)
+        read = ModelConfig.from_dict(SIZES | (TARGETS | DRAFTS | QUANTIZED | WITHOUT_ATTENTION)[name]).for_length(44)
         self.config = replace(read, mtp_layers=mtp_layers)
         self.tensors = random_weights(weight_shapes(self.config), 0.05 if name in DRAFTS else 1.0)
         vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
-        embedding = STRENGTHS.get(name, STRENGTHS["llama"]) * torch.randn(
+        embedding = STRENGTHS.get(name.removesuffix(" without attention"), STRENGTHS["llama"]) * torch.randn(
             vocabulary, hidden, generator=torch.Generator().manual_seed(2)
         )
         last = torch.arange(vocabulary) // 4 * 4 + (torch.arange(vocabulary) - 1) % 4
@@ -353,7 +363,7 @@ class Targets:
         """algorithm: one of SPECULATIONS; more: of its settings; changes: settings of EngineConfig."""
         settings = SPECULATIONS[algorithm] | (more or {})
         if settings.get("algorithm") == "eagle":
-            settings["draft"] = self._eagle(name)
+            settings["draft"] = self.eagle(name)
         config = {"max_running": 4, "max_model_len": 44, "page_size": 4, "device": "cpu"} | changes
         config.setdefault("load_format", "dummy" if settings.get("draft") == "dummy" else "auto")
         config = {"speculation": Speculation(**settings, schedule=schedule)} | config
@@ -361,12 +371,11 @@ class Targets:
         def opened(model: str, *_: Any, **__: Any) -> TargetCheckpoint:
             return self.checkpoint(model, 3) if algorithm.startswith("mtp-layers") else self.checkpoint(model)
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("specbatch.weights.open_checkpoint", opened)
+        with opening(opened):
             return Engine(EngineConfig(model=name, **config), log=log, report=report)
 
     @cache  # noqa: B019
-    def _eagle(self, name: str) -> str:
+    def eagle(self, name: str) -> str:
         folder = self._folder / name
         folder.mkdir()
         return self.checkpoint(name).eagle_head(folder)

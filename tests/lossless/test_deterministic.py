@@ -247,7 +247,7 @@ def test_tokens_of_a_seed_depend_on_drafts_that_are_verified_by_rejection_sampli
     assert _results(engine.generate(targets.prompts("llama"), _SAMPLED)) != _one_by_one(targets, "llama")
 
 
-def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time() -> None:
     weight, x = torch.randn(8, 24), torch.randn(40, 24)
     calls: list[int] = []
 
@@ -259,7 +259,6 @@ def test_gemm_whose_bits_depend_on_the_place_takes_one_row_at_a_time(monkeypatch
     assert fixed_rows.find_block_sizes(gemm, 24, FP32) == (1,)
     assert fixed_rows.find_block_sizes(lambda x: (x[:, None] * weight).sum(-1), 24, FP32) == (256, 16)
     assert fixed_rows.find_block_sizes(lambda x: x @ weight.T * (1 + (len(x) > 99)), 24, FP32) == (16,)
-    monkeypatch.setattr(fixed_rows, "_block_sizes", {})
     fixed_rows.gemm_in_blocks(gemm, x, ("a weight",))
     assert calls[-40:] == [1] * 40
 
@@ -269,7 +268,6 @@ def test_what_it_does_not_cover_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(SpecbatchError, match="deterministic=True: its kernels were compared on Hopper only"):
         prepare(EngineConfig(deterministic=True), print)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
     with pytest.raises(SpecbatchError, match="tensor_parallel=2: with deterministic=True"):
         EngineConfig(deterministic=True, tensor_parallel=2)
     block = Speculation("mtp", verification="block")

@@ -188,30 +188,33 @@ def test_without_the_mode_they_do() -> None:
     assert any(not torch.equal(one, other) for one, other in zip(alone, company.together(texts, rng), strict=True))
 
 
-def _spans_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
-    prefill = span_attention_triton.prefill_attention
-
-    def with_other_spans(*args: Any) -> torch.Tensor:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(span_attention_triton, "SPAN", 256)
-            return prefill(*args)
-
-    patch.setattr(span_attention_triton, "prefill_attention", with_other_spans)
+def _other_spans(*args: Any, prefill: Callable[..., Any] = span_attention_triton.prefill_attention) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(span_attention_triton, "SPAN", 256)
+        return prefill(*args)
 
 
-def _divided_columns(patch: pytest.MonkeyPatch) -> None:
+def _divided_columns(n: int, k: int, **how: Any) -> Any:
     """Of few rows, as without the mode."""
-    patch.setattr(fixed_order, "undivided_tile_for", lambda n, k, **how: tile_for(n, k, 16, **how))
+    return tile_for(n, k, 16, **how)
 
 
-def _sum_that_is_not_rounded(patch: pytest.MonkeyPatch) -> None:
-    gated = skinny_gemm_triton.skinny_gated
-    patch.setattr(skinny_gemm_triton, "skinny_gated", lambda *args, **how: gated(*args, **how | {"rounded": False}))
+def _sum_that_is_not_rounded(
+    *args: Any, gated: Callable[..., Any] = skinny_gemm_triton.skinny_gated, **how: Any
+) -> torch.Tensor:
+    return gated(*args, **how | {"rounded": False})
 
 
-@pytest.mark.parametrize("mutate", [_spans_of_a_prompt, _divided_columns, _sum_that_is_not_rounded])
-def test_every_rule_is_needed(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None]) -> None:
-    mutate(monkeypatch)
+@pytest.mark.parametrize(
+    ("owner", "name", "without"),
+    [
+        (span_attention_triton, "prefill_attention", _other_spans),
+        (fixed_order, "undivided_tile_for", _divided_columns),
+        (skinny_gemm_triton, "skinny_gated", _sum_that_is_not_rounded),
+    ],
+)
+def test_every_rule_is_needed(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, without: Any) -> None:
+    monkeypatch.setattr(owner, name, without)
     company = Company(Wide("Qwen3ForCausalLM"), BF16, device=torch.device("cuda"), trees=False)
     assert differing(company, [400, 150], Random(0), 1) > 0
 

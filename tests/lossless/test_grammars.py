@@ -11,6 +11,7 @@ from lossless import LONGER, Case, target_logits
 from naive_choice import allowed_tokens, chosen
 from stand_ins import fake_graphs, late_results, random_draft_lengths
 from targets import SPECULATIONS, Targets
+from watched_calls import Watch
 
 from specbatch import Completion, SamplingParams
 from specbatch.core.step_input import Proposal, StepInput
@@ -46,13 +47,15 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("case", _cases())
-def test_tokens_are_those_of_one_at_a_time(targets: Targets, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+def test_tokens_are_those_of_one_at_a_time(
+    targets: Targets, watch: Watch, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
     fake_graphs(monkeypatch)
     if case.schedule == "v2-late":
         late_results(monkeypatch)
     if case.is_auto:
         random_draft_lengths(monkeypatch)
-    proposals = watch_proposals(monkeypatch)
+    proposals = watch_proposals(watch)
     engine = targets.engine(case.target, case.drafter, case.schedule[:2], dtype="float32", **case.settings())
     prompts = targets.prompts(case.target)
     done = engine.generate(prompts, GREEDY)
@@ -82,12 +85,10 @@ class Proposed(NamedTuple):
     parents: list[int]
 
 
-def watch_proposals(patch: pytest.MonkeyPatch) -> list[Proposed]:
+def watch_proposals(watch: Watch) -> list[Proposed]:
     found: list[Proposed] = []
-    propose = DecodeStep.propose
 
-    def watched(self: DecodeStep, step: StepInput) -> Proposal:
-        proposal = propose(self, step)
+    def note(proposal: Proposal, decode_step: DecodeStep, step: StepInput) -> None:
         for row, slot in enumerate(step.slots.tolist()):
             if slot:
                 drafts = proposal.tokens[row, : int(proposal.drafted[row])].tolist()
@@ -97,9 +98,8 @@ def watch_proposals(patch: pytest.MonkeyPatch) -> list[Proposed]:
                     parents = [(words[node] & ~(1 << node)).bit_length() - 2 for node in range(1, len(drafts) + 1)]
                 tokens = step.batch.tokens[slot, : int(step.lengths[row]) + 1].tolist()
                 found.append(Proposed(tokens, drafts, parents))
-        return proposal
 
-    patch.setattr(DecodeStep, "propose", watched)
+    watch(DecodeStep, "propose", after=note)
     return found
 
 

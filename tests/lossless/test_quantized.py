@@ -39,9 +39,7 @@ def test_quantized_targets_are_lossless(
     stay_quantized()
     if ranks > 1:
         thread_group(monkeypatch)
-    settings = lossless.Case.settings
-    monkeypatch.setattr(lossless.Case, "settings", lambda self: settings(self) | {"tensor_parallel": ranks})
-    lossless.check(case, targets, monkeypatch, "cpu")
+    lossless.check(case, targets, monkeypatch, "cpu", tensor_parallel=ranks)
 
 
 @pytest.mark.gpu

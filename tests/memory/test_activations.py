@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,14 +11,15 @@ import torch
 from crossed import crossed
 from peak_memory import as_on_a_device, peak_of
 from targets import GPT_OSS, HYBRIDS, LATENT, MTP, SIZES, WINDOWED, Targets
+from watched_calls import Watch
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.drafters.base import DraftPlan, NoDraft
+from specbatch.engine.setup import memory_plan
 from specbatch.engine.setup.memory_plan import _token_bytes
 from specbatch.kernels.attention.prefill.prefill_backends import TritonPrefill
 from specbatch.kernels.collectives.communicator import DeviceCommunicator
 from specbatch.memory.kv_cache import KVCache
-from specbatch.memory.planner import MemoryPlan, plan_memory
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, tensor_shapes, token_bytes
@@ -84,20 +86,19 @@ def test_prefill_activations_match_the_plan(
 )
 @pytest.mark.parametrize("name", ["qwen3-next", pytest.param("lfm2", marks=pytest.mark.slow)])
 def test_drafter_activations_match_the_plan(
-    targets: Targets, name: str, algorithm: str, monkeypatch: pytest.MonkeyPatch
+    targets: Targets,
+    name: str,
+    algorithm: str,
+    monkeypatch: pytest.MonkeyPatch,
+    watch: Watch,
+    use_prefill: Callable[[object], None],
 ) -> None:
     """A full prefill pass, including the features for the drafter and the drafter's own KV."""
     if algorithm.startswith("mtp") and name not in MTP:
         return
-    planned: list[int] = []
-
-    def plan(*args: Any, **numbers: Any) -> MemoryPlan:
-        planned.append(numbers["token_bytes"])
-        return plan_memory(*args, **numbers)
-
     as_on_a_device(monkeypatch)
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: TritonPrefill())
-    monkeypatch.setattr("specbatch.engine.setup.memory_plan.plan_memory", plan)
+    use_prefill(TritonPrefill())
+    planned = watch(memory_plan, "plan_memory", before=lambda *_, token_bytes, **__: token_bytes)
     engine = targets.engine(name, algorithm, max_running=1, max_model_len=400, prefill_chunk=256)
     worker = engine.parts.worker
     taken = peak_of(lambda: worker.prefill_step.warm_up(256))

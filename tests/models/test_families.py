@@ -15,6 +15,7 @@ from crossed import first_quick, slow_but
 from safetensors.torch import load_file, save_file
 from targets import SIZES as TARGET_SIZES
 from targets import TARGETS
+from transformers_features import YARN_MSCALE
 from uncached import decoder_of, features_of
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
@@ -291,6 +292,8 @@ SLOW = ("llama-llama3", "qwen2-yarn", "qwen2-windows")  # test_rope.py compares 
 @pytest.fixture(params=slow_but(FAMILIES.keys() - SLOW, FAMILIES), scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Decoder]:
     """A transformers model, and ours from its files. All weights are random, so that each matters."""
+    if request.param == "deepseek-v2":
+        YARN_MSCALE.require()
     torch.manual_seed(5)
     theirs = FAMILIES[request.param]().eval().float()
     with torch.no_grad():
@@ -510,6 +513,19 @@ def test_given_embeddings_have_the_per_layer_row_of_the_padding_token(tmp_path: 
     with torch.no_grad():
         wanted = theirs.model(inputs_embeds=embeddings[None], per_layer_inputs=of_tokens).last_hidden_state[0]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["backbone.embeddings.weight", "backbone.embedding.weight"])
+def test_embedding_of_nemotron_h_has_two_names(name: str, tmp_path: Path) -> None:
+    """Published checkpoints have the first, transformers before 5.16 saves the second."""
+    nemotron(**MAMBA).float().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (saved,) = (other for other in weights if other.startswith("backbone.embedding"))
+    embedding = weights[name] = weights.pop(saved)
+    save_file(weights, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert sorted(checkpoint.names()) == sorted(weights)
+    assert torch.equal(decoder_of(checkpoint).embedding, embedding)
 
 
 def test_weights_of_padded_norms_are_not_rounded_again(tmp_path: Path) -> None:

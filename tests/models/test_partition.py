@@ -17,6 +17,7 @@ from thread_ranks import ThreadCommunicator, on_ranks, thread_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from uncached import decoder_of, logits_of
+from watched_calls import Watch
 
 from specbatch import SamplingParams
 from specbatch.kernels.collectives.communicator import Communicator
@@ -83,16 +84,10 @@ def test_argmax_of_a_divided_output_matrix_is_that_of_all_logits(ranks: int, voc
         torch.testing.assert_close(values, logits.gather(1, tokens[:, None])[:, 0], equal_nan=True)
 
 
-def test_greedy_steps_exchange_no_logits(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_steps_exchange_no_logits(targets: Targets, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     thread_group(monkeypatch)
     engine = targets.engine("llama", "eagle3", tensor_parallel=2)
-    gathered, gather = [], ThreadCommunicator.all_gather
-
-    def all_gather(communicator: ThreadCommunicator, x: torch.Tensor) -> torch.Tensor:
-        gathered.append(tuple(x.shape))
-        return gather(communicator, x)
-
-    monkeypatch.setattr(ThreadCommunicator, "all_gather", all_gather)
+    gathered = watch(ThreadCommunicator, "all_gather", before=lambda communicator, x: tuple(x.shape))
     for temperature in (0.0, 1.0):
         gathered.clear()
         engine.generate([[3, 4]], SamplingParams(max_new_tokens=3, ignore_eos=True, temperature=temperature))

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,8 +118,8 @@ def test_missing_extra_is_named_in_one_line(tmp_path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
-def test_http_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "aiohttp", None)
+def test_http_extra_is_named(use_packages: Callable[..., None]) -> None:
+    use_packages({"aiohttp": None})
     with pytest.raises(SpecbatchError, match=r"^aiohttp not installed; pip install 'specbatch\[http\]'$"):
         needs("http")
     assert missing("http") is not None

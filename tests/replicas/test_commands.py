@@ -14,27 +14,35 @@ from thread_replicas import ThreadReplicas
 from typer.testing import CliRunner
 
 from specbatch.cli.app import app
+from specbatch.config.engine_config import EngineConfig
 from specbatch.evals.report import EvalReport
 from specbatch.records.store import load_record
 from specbatch.replicas import engine as replicas_engine
 from specbatch.replicas.messages import Completed, Message
 
-Run = Callable[..., Result]
 PROMPTS = [{"prompt": f"prompt {number}" * (number % 3 + 1), "id": number} for number in range(9)]
 
 
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs a command with the toy model and so many replicas, which are threads."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(replicas_engine, "LocalProcesses", lambda config: ThreadReplicas(config.data_parallel))
-    monkeypatch.setattr("specbatch.cli.sweep._reports", lambda folder: [])
-    toy = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--memory-fraction", "0.2")
+class Run:
+    """Runs a command with the toy model and so many replicas, which are threads. `spoil` is called with each message of
+    a replica, which ends if it raises an exception."""
 
-    def call(replicas: int, *words: object) -> Result:
+    spoil: Callable[[int, Message], None] | None = None
+
+    def __call__(self, replicas: int, *words: object) -> Result:
+        toy = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--memory-fraction", "0.2")
         return CliRunner().invoke(app, [*map(str, words), *toy, "--data-parallel", str(replicas)])
 
-    return call
+    def starter(self, config: EngineConfig) -> ThreadReplicas:
+        return ThreadReplicas(config.data_parallel, spoil=self.spoil)
+
+
+@pytest.fixture
+def run(no_report: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    found = Run()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(replicas_engine, "LocalProcesses", found.starter)
+    return found
 
 
 def rows(path: str) -> list[dict[str, Any]]:
@@ -63,7 +71,7 @@ def test_generate_continues_with_another_number_of_replicas(run: Run) -> None:
     assert tokens("two.jsonl") == tokens("one.jsonl")
 
 
-def test_prompts_that_end_replicas_are_failed_rows_and_retried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_end_replicas_are_failed_rows_and_retried(run: Run) -> None:
     Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     words = ("generate", "in.jsonl", "--max-new-tokens", 4)
     assert run(1, *words, "-o", "one.jsonl").exit_code == 0
@@ -73,7 +81,7 @@ def test_prompts_that_end_replicas_are_failed_rows_and_retried(run: Run, monkeyp
         if isinstance(message, Completed) and message.completion.index in fatal:
             raise RuntimeError("device-side assert")
 
-    monkeypatch.setattr(replicas_engine, "LocalProcesses", lambda config: ThreadReplicas(2, spoil=fail))
+    run.spoil = fail
     assert run(2, *words, "-o", "two.jsonl").exit_code == 1
     reason = "3 replicas ended while they ran it; the last: RuntimeError: device-side assert"
     assert {row["index"]: row["error"] for row in rows("two.jsonl") if "error" in row} == dict.fromkeys(fatal, reason)
@@ -159,7 +167,7 @@ def test_sweep_shares_the_concurrency_out(run: Run) -> None:
     assert "data_parallel" in run(1, *words, "--out", "two").stderr
 
 
-def test_a_point_that_lost_a_replica_runs_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_point_that_lost_a_replica_runs_again(run: Run) -> None:
     words = ["sweep", "--repeats", 1, "--configs", "v2", "--concurrency", "2,4", "--prompts-per-concurrency", 3]
     words += ["--input-len", 5, "--output-len", 6, "--out", "out"]
     killed: list[int] = []
@@ -169,7 +177,7 @@ def test_a_point_that_lost_a_replica_runs_again(run: Run, monkeypatch: pytest.Mo
             killed.append(number)
             raise RuntimeError("no memory")
 
-    monkeypatch.setattr(replicas_engine, "LocalProcesses", lambda config: ThreadReplicas(2, spoil=kill))
+    run.spoil = kill
     result = run(2, *words)
     assert result.exit_code == 1
     assert "1 replica ended and had to be replaced" in result.stdout

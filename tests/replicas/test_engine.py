@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -281,13 +282,19 @@ def test_scores_of_a_replica_that_ends_are_computed_again(one: Engine) -> None:
             engine.score(PAIRS)
 
 
-def test_an_exception_in_a_replica_is_the_reason_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Engine) -> bool:
-        raise RuntimeError("device-side assert\nmore")
+def failing(error: Callable[[], Exception]) -> ThreadReplicas:
+    """Two replicas, each of which raises an exception instead of its first answer."""
 
-    lines: list[str] = []
-    with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=ThreadReplicas(2), log=lines.append) as engine:
-        monkeypatch.setattr(Engine, "_step", fail)
+    def fail(number: int, message: Message) -> None:
+        if isinstance(message, Completed):
+            raise error()
+
+    return ThreadReplicas(2, spoil=fail)
+
+
+def test_an_exception_in_a_replica_is_the_reason_of_its_end() -> None:
+    starter = failing(lambda: RuntimeError("device-side assert\nmore"))
+    with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=starter) as engine:
         done = engine.generate(PROMPTS[:2], SAMPLED)
     assert {item.error for item in done} == {
         "3 replicas ended while they ran it; the last: RuntimeError: device-side assert"
@@ -323,13 +330,10 @@ def test_a_place_at_which_nothing_works_is_left_out_and_costs_no_prompt(wanted: 
     assert lines[-1] == f"{ended}; going on with 2 others"
 
 
-def test_a_traceback_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Engine) -> bool:
-        raise SpecbatchError("out of memory")
-
+def test_a_traceback_is_logged_once() -> None:
     lines: list[str] = []
-    with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=ThreadReplicas(2), log=lines.append) as engine:
-        monkeypatch.setattr(Engine, "_step", fail)
+    starter = failing(lambda: SpecbatchError("out of memory"))
+    with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=starter, log=lines.append) as engine:
         engine.generate(PROMPTS[:2], SAMPLED)
     assert sum("Traceback" in line for line in lines) == 1
     assert "replica 0 ended (SpecbatchError: out of memory); starting another" in lines

@@ -177,14 +177,14 @@ def test_what_a_process_prints_comes_line_by_line_before_its_end(
     [(None, 1, ["0", "1", "2"]), (None, 2, ["0,1", "2,3"]), ("4,GPU-a,6,7", 2, ["4,GPU-a", "6,7"])],
 )
 def test_each_replica_has_devices_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, each: int, wanted: list[str]
+    use_gpus: Any, monkeypatch: pytest.MonkeyPatch, visible: str | None, each: int, wanted: list[str]
 ) -> None:
-    see_devices(monkeypatch, 4)
+    use_gpus(4)
     monkeypatch.delenv(process.VISIBLE, raising=False)
     if visible is not None:
         monkeypatch.setenv(process.VISIBLE, visible)
     config = EngineConfig(device="cuda", tensor_parallel=each, data_parallel=len(wanted))
-    assert [settings[process.VISIBLE] for settings in process.LocalProcesses(config)._settings] == wanted
+    assert [settings[process.VISIBLE] for settings in process.LocalProcesses(config).settings] == wanted
 
 
 @pytest.mark.parametrize(
@@ -196,28 +196,31 @@ def test_each_replica_has_devices_of_its_own(
     ],
 )
 def test_more_devices_than_there_are_are_refused(
-    monkeypatch: pytest.MonkeyPatch, device: str, count: int, each: int, message: str
+    use_gpus: Any, device: str, count: int, each: int, message: str
 ) -> None:
-    see_devices(monkeypatch, 4)
+    use_gpus(4)
     with pytest.raises(SpecbatchError, match=message):
         process.LocalProcesses(EngineConfig(device=device, tensor_parallel=each, data_parallel=count))
 
 
+@pytest.fixture
+def use_cores(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`use_cores(count)`: this process may run on so many cores."""
+    return lambda count: monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(count)))
+
+
 @pytest.mark.parametrize(("cores", "most"), [(1, 2), (2, 2), (5, 5)])
-def test_replicas_on_a_cpu_have_a_core_each(monkeypatch: pytest.MonkeyPatch, cores: int, most: int) -> None:
-    monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(cores)))
+def test_replicas_on_a_cpu_have_a_core_each(use_cores: Callable[[int], None], cores: int, most: int) -> None:
+    use_cores(cores)
     process.LocalProcesses(EngineConfig(device="cpu", data_parallel=most))
     with pytest.raises(SpecbatchError, match=rf"data_parallel={most + 1}: .*has {cores}; use at most {most}$"):
         process.LocalProcesses(EngineConfig(device="cpu", data_parallel=most + 1))
 
 
-def test_ranks_of_replicas_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(8)))
+def test_ranks_of_replicas_on_a_cpu_share_its_cores(
+    use_cores: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cores(8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     made = process.LocalProcesses(EngineConfig(device="cpu", data_parallel=2, tensor_parallel=2))
-    assert made._settings == [{"OMP_NUM_THREADS": "2"}] * 2
-
-
-def see_devices(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(process.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(process.torch.cuda, "device_count", lambda: count)
+    assert made.settings == [{"OMP_NUM_THREADS": "2"}] * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,10 @@ PARAMS = SamplingParams(max_new_tokens=12, temperature=0.8, ignore_eos=True)
 
 
 @pytest.fixture
-def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    module = FakeRay()
-    monkeypatch.setitem(sys.modules, "ray", module)  # type: ignore[arg-type]
-    for place in (ray_actors, ray_cluster):
-        monkeypatch.setattr(place, "node", lambda: "10.0.0.7")
+def ray(fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     monkeypatch.setattr(ray_actors, "POLL_S", 0.05)
     monkeypatch.setattr(ray_actors, "PATIENCE_S", 0.05)
-    return module
+    return fake_ray
 
 
 def wanted() -> list[list[int]]:
@@ -74,19 +69,16 @@ def test_work_begins_with_the_least_and_goes_on_when_no_replacement_can_be_had(r
     assert any("waits for a node with 1 CPU; the whole cluster has" in line for line in lines)
 
 
-def test_an_actor_that_is_lost_while_it_is_built_is_replaced(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_actor_that_is_lost_while_it_is_built_is_replaced(ray: FakeRay) -> None:
+    class LoseFirst(RayActors):
+        def start(self, place: int, deliver: Any) -> Any:
+            link = super().start(place, deliver)
+            if len(ray.actors) == 1:
+                ray.actors[0].lose("node")
+            return link
+
     config = replace(CONFIG, data_parallel=1)
-    starter = RayActors(config, Cluster())
-    start = starter.start
-
-    def lose_first(place: int, deliver: Any) -> Any:
-        link = start(place, deliver)
-        if len(ray.actors) == 1:
-            ray.actors[0].lose("node")
-        return link
-
-    monkeypatch.setattr(starter, "start", lose_first)
-    with DataParallelEngine(config, starter=starter) as engine:
+    with DataParallelEngine(config, starter=LoseFirst(config, Cluster())) as engine:
         assert [item.token_ids for item in engine.generate(PROMPTS, PARAMS)] == wanted()
     assert len(ray.actors) == 2
 
@@ -183,23 +175,21 @@ def test_needs_of_a_worker() -> None:
         cluster.needs_of(EngineConfig(device="cuda:1"))
 
 
-def test_auto_is_no_device_of_workers_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+def test_auto_is_no_device_of_workers_elsewhere(use_gpus: Any) -> None:
+    use_gpus(0)
     assert Cluster("local").device("auto") == "cpu"
     with pytest.raises(SpecbatchError, match="device='auto': this machine has no GPU, but the workers may; use"):
         Cluster("auto").device("auto")
 
 
-def test_clusters_that_are_too_small_or_do_not_answer_are_refused(
-    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clusters_that_are_too_small_or_do_not_answer_are_refused(ray: FakeRay) -> None:
     for cluster, each, message in (
         (Cluster("local", 3, 5), 1, "workers='3-5': 3 workers would need 3 CPUs, and this machine has 2; use at"),
         (Cluster("local"), 4, "workers='1': 1 worker would need 4 CPUs, and this machine has 2; use the address of a"),
     ):
         with pytest.raises(SpecbatchError, match=message):
-            ray_cluster._check_size(cluster, {"CPU": each}, {"CPU": 2.0})
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+            ray_cluster.check_size(cluster, {"CPU": each}, {"CPU": 2.0})
+    ray.connected = False
     with (
         pytest.raises(SpecbatchError, match=r"address='127.0.0.1:9': nothing answers at 127.0.0.1:9 \(.*refused"),
         connected(Cluster("127.0.0.1:9"), CONFIG),
@@ -213,12 +203,12 @@ This process on node 127.0.0.1 was started with:
     Python: 3.12.1
 """
     works = "the cluster has Ray 2.9.0 and Python 3.11.7, and this process Ray 3.0 and Python 3.12.1; install the same"
-    assert ray_cluster._why_not(mismatch).startswith(works)
-    assert "no head node of Ray" in ray_cluster._why_not("Failed to connect to Ray cluster at 127.0.0.1:7000")
+    assert ray_cluster.why_not(mismatch).startswith(works)
+    assert "no head node of Ray" in ray_cluster.why_not("Failed to connect to Ray cluster at 127.0.0.1:7000")
 
 
-def test_ray_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
+def test_ray_is_an_extra(use_packages: Any) -> None:
+    use_packages({"ray": None})
     with (
         pytest.raises(SpecbatchError, match=r"ray not installed; pip install 'specbatch\[ray\]'"),
         connected(Cluster(), CONFIG),

@@ -80,13 +80,11 @@ def test_nothing_happens_where_torch_is_built_for_cpus(driver: FakeDriver) -> No
     assert calls_after(driver) == []
 
 
-def test_nothing_happens_without_a_driver(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed: list[Any] = []
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nothing_happens_without_a_driver(driver: FakeDriver) -> None:
     driver.is_installed = False
-    monkeypatch.setattr("threading.excepthook", failed.append)
     make_context_ahead("cuda")
-    calls_after(driver)
-    assert not failed
+    assert calls_after(driver) == []
 
 
 @pytest.mark.parametrize(
@@ -100,10 +98,8 @@ def test_nothing_happens_without_a_driver(driver: FakeDriver, monkeypatch: pytes
     ],
 )
 def test_commands_begin_where_their_engine_is_in_this_process(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], how: dict[str, Any], begins: bool
+    use_gpus: Any, driver: FakeDriver, options: dict[str, Any], how: dict[str, Any], begins: bool
 ) -> None:
-    devices: list[str] = []
-    monkeypatch.setattr("specbatch.runtime.cuda_context.make_context_ahead", devices.append)
-    monkeypatch.setattr("specbatch.runtime.device.find_device", torch.device)
+    use_gpus(2)
     EngineOptions(device="cuda:1", **options).config(**how)
-    assert devices == ["cuda:1"] * begins
+    assert calls_after(driver) == ["init", "context of 1"] * begins

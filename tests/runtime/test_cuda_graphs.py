@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from crossed import slow_but
 from stand_ins import FakeRecorder, fake_graphs, timed_by
 from targets import Targets
+from watched_calls import Watch
 
 from specbatch import EmbeddedPrompt, SpecbatchError
 from specbatch.config.engine_config import Graphs, Speculation
@@ -25,7 +26,7 @@ from specbatch.core.request import SamplingParams
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillStep
 from specbatch.kernels.attention.queries import PrefillInputs
-from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
+from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.models.families.padded_attention import PaddedAttention
 from specbatch.runtime.cuda_graphs import RING, Program, batch_buckets, nothing, token_buckets
@@ -118,7 +119,7 @@ def test_sampling_graph_is_recorded_by_its_first_request(toy: Any, graph_engine:
         engine = graph_engine(max_running=1)
         for item in first:
             engine.generate([prompt], item)
-        recorder = engine.parts.worker.graphs._recorder
+        recorder = engine.parts.worker.graphs.recorder
         before = recorder.recorded
         [replayed] = engine.generate([prompt], params)
         assert replayed.token_ids == plain.token_ids
@@ -197,19 +198,14 @@ def test_closed_engine_frees_its_memory_at_once(
         gc.enable()
 
 
-def test_prefill_is_warmed_up_with_and_without_a_prefix(
-    graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefill_is_warmed_up_with_and_without_a_prefix(graph_engine: Callable[..., Any], watch: Watch) -> None:
     seen: list[tuple[int, int]] = []
-    ended: list[int] = []
-    run = PrefillStep._run
 
-    def spied(self: PrefillStep, spans: list[PromptChunk], ending: list[int], *rest: Any) -> Any:
+    def note(step: PrefillStep, spans: list[PromptChunk], ending: list[int], *_: Any) -> int:
         seen.extend((span.start, span.end) for span in spans)
-        ended.append(len(ending))
-        return run(self, spans, ending, *rest)
+        return len(ending)
 
-    monkeypatch.setattr(PrefillStep, "_run", spied)
+    ended = watch(PrefillStep, "_run", before=note)
     batch = graph_engine(prefill_chunk=40).parts.worker.batch
     width = batch.width
     assert int(batch.lengths[0]) == 1
@@ -233,7 +229,7 @@ def test_a_rehearsal_changes_nothing(
     def compile_kernels(worker: DeviceWorker, report: Any) -> None:
         state = worker.batch.tokens, worker.batch.lengths, worker.decode_step.cache.keys
         before = [item.clone() for item in state]
-        compile_ahead([item.capture() for item in worker.recordings()], worker._warm_ups(), report)
+        compile_ahead([item.capture() for item in worker.recordings()], worker.warm_ups(), report)
         assert all(torch.equal(*pair) for pair in zip(before, state, strict=True))
         seen.extend(before)
 
@@ -247,10 +243,11 @@ def test_a_rehearsal_changes_nothing(
 
 
 def test_layers_that_are_alike_are_warmed_once(graph_engine: Callable[..., Any]) -> None:
-    forward = graph_engine().parts.worker.forwards["target"]
-    assert len(forward._model.layers) == 4
-    assert forward._unlike(4) == [0, 2, 3]  # the one before the last layer has another program after it
-    assert forward._unlike(1) == [0]
+    worker = graph_engine().parts.worker
+    forward = worker.forwards["target"]
+    assert len(worker.decode_step.model.layers) == 4
+    assert forward.unlike(4) == [0, 2, 3]  # the one before the last layer has another program after it
+    assert forward.unlike(1) == [0]
 
 
 def test_log_says_how_long_the_start_took(graph_engine: Callable[..., Any]) -> None:
@@ -315,7 +312,7 @@ def test_piecewise_prefill_equals_a_whole_pass(
 
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_layers_with_shared_keys_compute_the_last_tokens_only(
-    targets: Targets, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+    targets: Targets, watch: Watch, is_recorded: bool
 ) -> None:
     """Of two chunks, one after a prefix. If more tokens are read than there are chunks, all are computed."""
     worker = targets.engine("gemma4-e2b", "none").parts.worker
@@ -328,6 +325,7 @@ def test_layers_with_shared_keys_compute_the_last_tokens_only(
         list(forward.capture())
     table[1:3] = torch.arange(1, 1 + table[1:3].numel()).view(2, -1)
     tokens = torch.arange(3, 28) % 37
+    computed = watch(PaddedAttention, "project", before=lambda mixer, x, *_, **__: len(x))
     for chunks in ([PromptChunk(1, 0, 9)], [PromptChunk(1, 9, 18), PromptChunk(2, 0, 7)]):
         metadata = PrefillMetadata(table, chunks, 4)
         part, tokens = tokens[: len(metadata.positions)], tokens[len(metadata.positions) :]
@@ -338,22 +336,10 @@ def test_layers_with_shared_keys_compute_the_last_tokens_only(
             ([8, 0, 3], [len(part)]),
             ([], []),
         ):
-            computed: list[int] = []
-            with monkeypatch.context() as patch:
-                patch.setattr(PaddedAttention, "project", _counted(computed))
-                found = forward(metadata, rows, part).last
+            computed.clear()
+            found = forward(metadata, rows, part).last
             torch.testing.assert_close(found, whole[rows], rtol=0, atol=1e-5)
             assert computed == [first] * 2 + last * 2
-
-
-def _counted(computed: list[int]) -> Callable[..., torch.Tensor]:
-    project = PaddedAttention.project
-
-    def counted(mixer: PaddedAttention, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        computed.append(len(x))
-        return project(mixer, x, out)
-
-    return counted
 
 
 class FromTables:
@@ -385,22 +371,20 @@ class FromTables:
 
 
 def test_short_passes_with_and_without_prefixes_are_one_graph(
-    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    toy: Any,
+    graph_engine: Callable[..., Any],
+    watch: Watch,
+    use_prefill: Callable[[object], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Several prompts at once, in chunks, after cached prefixes; and passes of too many prompts, which are recorded in
     segments when they first occur."""
     prompts = [list(prompt) for prompt in toy.prompts()[:24]]
     pairs = [(prompt[:2], prompt[2:]) for prompt in prompts if len(prompt) > 2]
     wanted = graph_engine(graphs=Graphs()).score(pairs)
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: FromTables())
-    monkeypatch.setattr("specbatch.runtime.prefill_forward._most_spans", lambda bucket: 3)
-    load, loaded = StaticRaggedBatch.load, list[tuple[bool, int]]()
-
-    def noted(self: StaticRaggedBatch, spans: RaggedBatch, *, given: bool) -> None:
-        loaded.append((self.fresh, len(spans.counts)))
-        load(self, spans, given=given)
-
-    monkeypatch.setattr(StaticRaggedBatch, "load", noted)
+    use_prefill(FromTables())
+    monkeypatch.setattr("specbatch.runtime.prefill_forward.most_spans", lambda bucket: 3)
+    loaded = watch(StaticRaggedBatch, "load", before=lambda graph, spans, **_: (graph.fresh, len(spans.counts)))
     engine = graph_engine(max_running=5, prefill_chunk=24, page_size=4)
     for _ in range(2):  # the second time prefixes are cached
         done = engine.generate(prompts, greedy(7))

@@ -26,11 +26,6 @@ QUICK = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0.3)
-
-
 def refusal(template: ChatTemplate, messages: Any = MESSAGES) -> str:
     with pytest.raises(SpecbatchError) as caught:
         template.render(messages=messages, add_generation_prompt=True)
@@ -41,7 +36,7 @@ def refusal(template: ChatTemplate, messages: Any = MESSAGES) -> str:
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, REFUSED))
-def test_hostile_templates_are_refused(name: str, short: None) -> None:
+def test_hostile_templates_are_refused(name: str, short_renderings: None) -> None:
     started = time.monotonic()
     message = refusal(ChatTemplate(REFUSED[name], "mine"))
     assert message.startswith("chat_template='mine': it ")
@@ -67,7 +62,7 @@ def test_values_that_cannot_be_sent_are_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_template_that_exceeds_the_time_for_one_row_renders_the_others(short: None) -> None:
+def test_a_template_that_exceeds_the_time_for_one_row_renders_the_others(short_renderings: None) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate(
         "{% if messages[0].content == 'loop' %}" + loop + "{% endif %}{{ messages[0].content }}", "mine"
@@ -105,13 +100,13 @@ def test_output_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of replies of the exchanges from now on."""
-    exchange, counts = chat_template._exchange, list[int]()
+    exchange, counts = chat_template.exchange, list[int]()
 
     def counted(process: Any, request: bytes, count: int = 1) -> Any:
         counts.append(count)
         return exchange(process, request, count)
 
-    monkeypatch.setattr(chat_template, "_exchange", counted)
+    monkeypatch.setattr(chat_template, "exchange", counted)
     return counts
 
 
@@ -131,7 +126,9 @@ def test_renderings_ahead_take_one_exchange(monkeypatch: pytest.MonkeyPatch) -> 
     assert exchanges == [6, 1, 0, 1]
 
 
-def test_renderings_ahead_have_the_limits_of_single_ones(short: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renderings_ahead_have_the_limits_of_single_ones(
+    short_renderings: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     grow = "{{ 'a' * 10000000000 }}"
     conditions = "{% if m == 'loop' %}" + loop + "{% elif m == 'grow' %}" + grow + "{% endif %}"
@@ -165,9 +162,9 @@ def test_long_variables_are_not_rendered_ahead(monkeypatch: pytest.MonkeyPatch) 
 def test_a_process_that_ends_is_replaced() -> None:
     template = ChatTemplate("{{ messages[0].content }}", "mine")
     assert template.render(messages=MESSAGES) == "hi"
-    assert template._process is not None
-    os.kill(template._process.pid, signal.SIGKILL)
-    template._process.wait()
+    assert template.process is not None
+    os.kill(template.process.pid, signal.SIGKILL)
+    template.process.wait()
     assert "it ended its process (status -9)" in refusal(template)
     assert template.render(messages=MESSAGES) == "hi"
 
@@ -175,7 +172,7 @@ def test_a_process_that_ends_is_replaced() -> None:
 def test_the_process_ends_with_its_template() -> None:
     template = ChatTemplate("x", "mine")
     template.render()
-    process = template._process
+    process = template.process
     assert process is not None
     del template
     assert process.returncode is not None

@@ -16,6 +16,7 @@ from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.utils.chat_template_utils import render_jinja_template
+from transformers_features import NO_NONE, REASONING_NAMES
 
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.prompts import Prompt
@@ -165,6 +166,7 @@ def test_chat_templates(tmp_path: Path, backend: Backend) -> None:
         without.apply_chat_template(messages)
 
 
+@NO_NONE.needed
 def test_values_of_none_are_left_out_of_messages(tmp_path: Path, backend: Backend) -> None:
     """As in transformers: templates write "None" for them, or take a branch with tool calls."""
     template = "{% for m in messages %}{{ m.content }}{% if 'tool_calls' in m %}!{% endif %}{% endfor %}"
@@ -174,6 +176,7 @@ def test_values_of_none_are_left_out_of_messages(tmp_path: Path, backend: Backen
     assert Tokenizer.from_folder(folder).apply_chat_template(messages) == theirs == "x"
 
 
+@REASONING_NAMES.needed
 @pytest.mark.parametrize(
     "fields",
     [

@@ -107,10 +107,10 @@ def test_some_types_of_models_overrule_the_class(name: str, model_type: str, kin
     described = {"tokenizer_class": name}
     folder = write(tmp_path, kind, config={"model_type": model_type}, tokenizer_config=described)
     ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
-    lines = report(folder)
+    lines, made = report(folder), type(theirs).__name__  # which models overrule the class depends on transformers
     if any(ours.encode(text) != theirs.encode(text, add_special_tokens=False) for text in TEXTS):
-        assert f"{type(theirs).__name__} of these files (tokenizer_class: {name}, model_type: {model_type})" in lines[0]
-    assert len(lines) == (model_type == "qwen3_5" or (model_type, kind) == ("qwen2", "gpt2"))
+        assert f"{made} of these files (tokenizer_class: {name}, model_type: {model_type})" in lines[0]
+    assert len(lines) == (made != "TokenizersBackend" and (made, kind) != ("Qwen2Tokenizer", "qwen2"))
 
 
 def test_a_class_whose_code_is_in_the_folder_does_not_run(tmp_path: Path) -> None:

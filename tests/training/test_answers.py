@@ -268,7 +268,7 @@ def test_user_answer_files_are_not_overwritten(train, prompts_file, tmp_path):
 
 
 @pytest.mark.slow
-def test_interrupted_run_resumes_its_answers(train, prompts_file, checkpoint, tmp_path, monkeypatch):
+def test_interrupted_run_resumes_its_answers(train, prompts_file, checkpoint, tmp_path, watch):
     """Sampled, so that a seed assigned to the wrong prompt would be detected."""
     how = {"data": prompts_file, "steps": 1, "temperature": 1.0, "limit": 14, "held_out": 2}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -287,14 +287,7 @@ def test_interrupted_run_resumes_its_answers(train, prompts_file, checkpoint, tm
     assert len(read_answers(parts / "answers.jsonl", checkpoint, MAX_LEN, log_lines.append)[0]) == 6
     assert "6 of 14" in log_lines[0]
 
-    answered: list[int] = []
-    open_engine = run.answer
-
-    def counting(kept, prompts, *rest, **named):
-        answered.append(len(prompts) - len(kept.rows))
-        return open_engine(kept, prompts, *rest, **named)
-
-    monkeypatch.setattr(run, "answer", counting)
+    answered = watch(run, "answer", before=lambda kept, prompts, *_, **__: len(prompts) - len(kept.rows))
     train(parts, "eagle3", **how)
     assert answered == [8]
     assert sorted(lines(parts)[1:]) == sorted(lines(whole)[1:])

@@ -8,15 +8,12 @@ import os
 import pytest
 
 from specbatch.files.atomic_file import scratch_folder
-from specbatch.training import files
 from specbatch.training.files import staged
 
 
-def test_files_are_published_atomically(tmp_path, monkeypatch):
+def test_files_are_published_atomically(tmp_path, watch):
     """Also over the remains of a crash, links and partial files; config.json appears last."""
-    order: list[str] = []
-    move = os.replace
-    monkeypatch.setattr(files.os, "replace", lambda path, place: (order.append(place.name), move(path, place)))
+    order = watch(os, "replace", before=lambda path, place: place.name)
     folder, source = tmp_path / "head", tmp_path / "source"
     folder.mkdir()
     with scratch_folder(folder) as left:

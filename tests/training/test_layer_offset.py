@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
 from specbatch.drafters import layer_offset
-from specbatch.records import low_acceptance
 
 from .conftest import LAYERS
 
@@ -30,10 +29,9 @@ def sensitive(trained, tmp_path):
 
 
 @pytest.fixture
-def run(target_folder, trained, sensitive, prompts_file, monkeypatch):
+def run(target_folder, trained, sensitive, prompts_file, low_acceptance_from):
     """Runs an engine; returns its warnings and its record. Any acceptance below 100% counts as low."""
-    monkeypatch.setattr(low_acceptance, "LOW_SHARE", 1.01)
-    monkeypatch.setattr(low_acceptance, "MIN_VERIFIES", 20)
+    low_acceptance_from(20)
     prompts = [json.loads(line)["prompt_token_ids"] for line in prompts_file.read_text().splitlines()][:8]
 
     def build(aux=None, tokens=30, algorithm="eagle3", runs=2, **more):
@@ -106,9 +104,9 @@ def test_other_algorithms_are_not_compared(run):
     assert len(lines) == 1
 
 
-def test_out_of_memory_does_not_fail_the_run(run, monkeypatch):
+def test_out_of_memory_does_not_fail_the_run(run, watch):
     def full(*_):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(layer_offset, "_counts", full)
+    watch(layer_offset, "_counts", before=full)
     assert "not compared" in run(runs=1)[0][1]

@@ -96,20 +96,18 @@ def test_interrupted_training_continues_as_if_it_had_not_been(train, answers_fil
         assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(path).items())
 
 
-def test_ctrl_c_within_a_step_waits_for_its_end(train, answers_file, tmp_path, monkeypatch):
+def test_ctrl_c_within_a_step_waits_for_its_end(train, answers_file, tmp_path, watch):
     """Else the state would have the random numbers of a step that runs again."""
     whole = train(tmp_path / "whole", "dflash", answers=answers_file, steps=6)
-    draw, steps = DFlashHead._draw, []
+    steps: list[int] = []
 
-    def interrupted(head: DFlashHead, batch: Any, generator: Any) -> Any:
-        found = draw(head, batch, generator)
+    def interrupt(*_: Any) -> None:
         if torch.is_grad_enabled():
             steps.append(len(steps))
             if len(steps) == 4:
                 signal.raise_signal(signal.SIGINT)
-        return found
 
-    monkeypatch.setattr(DFlashHead, "_draw", interrupted)
+    watch(DFlashHead, "_draw", after=interrupt)
     with pytest.raises(KeyboardInterrupt, match="4 of 6 steps is in"):
         train(tmp_path / "head", "dflash", answers=answers_file, steps=6)
     found = train(tmp_path / "head", "dflash", answers=answers_file, steps=6)

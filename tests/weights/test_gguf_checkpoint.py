@@ -13,6 +13,7 @@ from crossed import crossed
 from gguf import GGMLQuantizationType, GGUFWriter
 from tokenizers import Tokenizer as Backend
 from transformers import AutoModelForCausalLM, Qwen2Tokenizer
+from watched_calls import Watch
 
 from specbatch.errors import SpecbatchError
 from specbatch.files.atomic_file import is_leftover
@@ -111,14 +112,8 @@ def test_conversion_is_cached_in_bounded_files(
     assert not any(map(is_leftover, cache.iterdir()))
 
 
-def test_a_file_is_hashed_once_until_it_changes(write_gguf: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[Path] = []
-
-    def counted(path: Path) -> str:
-        hashed.append(path)
-        return file_hash(path)
-
-    monkeypatch.setattr(gguf_checkpoint, "file_hash", counted)
+def test_a_file_is_hashed_once_until_it_changes(write_gguf: Make, watch: Watch) -> None:
+    hashed = watch(gguf_checkpoint, "file_hash", before=lambda path: path)
     path = write_gguf("llama")
     first, again = (open_checkpoint(str(path)) for _ in range(2))
     assert again.folder == first.folder

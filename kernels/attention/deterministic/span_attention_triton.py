@@ -211,7 +211,7 @@ def attend_to_spans(
     partials, arrivals = out, out
     if splits > 1:
         partials, arrivals = reserve(q.device, cells, programs)
-    _span_attention[(kv, sequences * per_sequence, splits)](
+    span_attention_kernel[(kv, sequences * per_sequence, splits)](
         q, k_cache, v_cache, sinks, out, partials, arrivals, *bounds, tiles, nodes, seen,
         page_table, page_table.stride(0), q.stride(0), width, spans, count, per_sequence, window, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
@@ -272,7 +272,7 @@ def _slots(pages, lineage, key, start, high, page_stride, PAGE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["page_stride", "q_stride", "width", "spans", "count", "per_sequence", "window"])
-def _span_attention(
+def span_attention_kernel(
     q, k_cache, v_cache, sinks, out, partials, arrivals, starts, ends, rows, offsets, tiles, lineages, seen, page_table,
     page_stride, q_stride, width, spans, count, per_sequence, window, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,

@@ -95,7 +95,7 @@ def _launch(
     nodes, seen, width = (None, None, 0) if lineages is None else (*lineages, lineages.nodes.shape[1])
     out = torch.empty(len(q), heads.count * rank, dtype=q.dtype, device=q.device)
     partials = reserve(q.device, cells, 0)[0] if splits > 1 else out
-    _span_latents[(heads.count // group, sequences * per_sequence, splits)](
+    span_latents_kernel[(heads.count // group, sequences * per_sequence, splits)](
         q, k_cache, v_cache, out, partials, *bounds, tiles, nodes, seen, page_table, page_table.stride(0), q.stride(0),
         width, total, parts, count, per_sequence, heads.scale * LOG2E,
         HEADS=heads.count, GROUP=group, RANK=rank, BLOCK_R=block, ROPE=rope,
@@ -103,7 +103,7 @@ def _launch(
         SPAN=span, SPREAD=splits > 1, **pdl(q), num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
-        _merge_spans[(total,)](
+        merge_spans_kernel[(total,)](
             partials, positions, out, total, parts, HEADS=heads.count, RANK=rank, BLOCK_R=block, SPAN=span,
             AT_ONCE=AT_ONCE, **pdl(q), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
@@ -111,7 +111,7 @@ def _launch(
 
 
 @triton.jit(do_not_specialize=["page_stride", "width", "total", "spans", "count", "per_sequence"])
-def _span_latents(
+def span_latents_kernel(
     q, k_cache, v_cache, out, partials, starts, ends, page_rows, offsets, tiles, lineages, seen, page_table,
     page_stride, q_stride, width, total, spans, count, per_sequence, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROPE: tl.constexpr,
@@ -189,7 +189,7 @@ def _span_latents(
 
 
 @triton.jit(do_not_specialize=["total", "spans"])
-def _merge_spans(
+def merge_spans_kernel(
     partials, positions, out, total, spans,
     HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, SPAN: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,

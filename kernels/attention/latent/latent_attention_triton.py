@@ -48,7 +48,7 @@ def tile_for(rows: int, item: int) -> LatentTile:
 
 
 @triton.jit(do_not_specialize=["n", "first_node"])
-def _latent_attention(
+def latent_attention_kernel(
     q, k_cache, v_cache, out, partials, logs, page_table, tiles, bounds, slots, lengths, ancestors,
     n, first_node, capacity, width, bounds_stride, scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -229,7 +229,7 @@ def _attend(
         if queries is None
         else (queries.slots, queries.lengths, queries.ancestors, queries.first_node)
     )
-    _latent_attention[grid](
+    latent_attention_kernel[grid](
         q, k_cache, v_cache, out, partials, logs, page_table, tiles, table, slots, lengths, ancestors,
         tokens, first, capacity, page_table.shape[1], 0 if table is None else table.stride(0),
         heads.scale * _LOG2E.value, HEADS=heads.count, RANK=rank, ROPE=rope, BLOCK_R=block,

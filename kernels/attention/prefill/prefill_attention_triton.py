@@ -83,7 +83,7 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
     if splits > 1:
         partial = torch.empty(splits, total, heads, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, total, heads, dtype=torch.float32, device=q.device)
-    _attend[(kv, len(tiles), splits)](
+    prefill_attention_kernel[(kv, len(tiles), splits)](
         q, keys, values, sinks, partial, lse, spans.table, spans.table.stride(0), tiles, spans.page_table,
         spans.page_table.stride(0), q.stride(0), total, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=spans.page_size, SOURCE=source, WINDOW=window,
@@ -130,7 +130,7 @@ def _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale,
 
 
 @triton.jit(do_not_specialize=["table_stride", "rows"])  # they change from pass to pass
-def _attend(
+def prefill_attention_kernel(
     q, keys, values, sinks, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     SOURCE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,

@@ -126,7 +126,7 @@ def _fresh(
 
 
 @triton.jit
-def _verify_attention(
+def verify_attention_kernel(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, firsts, positions, ancestors, q_norm, k_norm, sinks, cos,
     sin, partials, arrivals, n, first_node, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
@@ -343,7 +343,7 @@ def verify_attention(
     ancestors = queries.ancestors
     if ancestors is not None and window is not None:
         ancestors = last_ancestors(ancestors, window)
-    _verify_attention[(tiles, splits, batch)](
+    verify_attention_kernel[(tiles, splits, batch)](
         qkv, out, k_cache, v_cache, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts,
         positions if is_tree else None, ancestors,

@@ -89,7 +89,7 @@ def _sums_of_threads(products):
 
 
 @triton.jit(do_not_specialize=["N"])
-def _one_row_kernel(
+def one_row_kernel(
     x, weight, bias, norm, residual, y, N, eps, K: tl.constexpr, GATED: tl.constexpr, SQUARED: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PDL: tl.constexpr,
@@ -162,7 +162,7 @@ def one_row_gemm(
     tile = tile or one_row_tile_for(k, gated)
     rows = tile.rows // (2 if gated else 1)
     y = torch.empty(1, n, device=x.device, dtype=x.dtype)
-    _one_row_kernel[(cdiv(n, rows),)](
+    one_row_kernel[(cdiv(n, rows),)](
         x, weight, bias, norm_weight, residual, y, n, eps, K=k, GATED=gated, SQUARED=squared,
         HAS_BIAS=bias is not None, HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None,
         R=rows, C=128 * tile.warps, PDL=pdl, num_warps=tile.warps, launch_pdl=pdl,

@@ -40,7 +40,7 @@ def _sums_of_products(x, weight, total, WEIGHT_FIRST: tl.constexpr):
 
 
 @triton.jit
-def _skinny_kernel(
+def skinny_kernel(
     x,
     weight,
     bias,
@@ -269,7 +269,7 @@ def skinny_gemm(
     tiles = cdiv(n, tile.n)
     blocks = cdiv(k, tile.k)
     splits = used_splits(blocks, tile.splits)
-    _skinny_kernel[(tiles * splits,)](
+    skinny_kernel[(tiles * splits,)](
         x, weight, bias, norm_weight, residual, y, partial, counters, m, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), eps,
         GATED=gated, SQUARED=squared, HAS_BIAS=bias is not None, HAS_NORM=norm is not None,

@@ -66,7 +66,7 @@ def fixed_order_gemm(
     if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
     tile = tile or tile_for(rows, x.element_size())
-    _fixed_order_gemm[(cdiv(rows, tile.rows) * cdiv(n, tile.outputs),)](
+    fixed_order_gemm_kernel[(cdiv(rows, tile.rows) * cdiv(n, tile.outputs),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.columns]),
         TensorDescriptor.from_tensor(weight, [tile.outputs, tile.columns]),
         bias, residual, y, rows, n, k, 0 if residual is None else residual.stride(0), y.stride(0),
@@ -77,7 +77,7 @@ def fixed_order_gemm(
 
 
 @triton.jit(do_not_specialize=["T"])
-def _fixed_order_gemm(
+def fixed_order_gemm_kernel(
     x, weight, bias, residual, y, T, N, K, residual_stride, y_stride,
     BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

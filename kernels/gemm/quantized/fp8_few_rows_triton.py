@@ -82,7 +82,7 @@ def fp8_few_rows(
     assert tile.outputs <= SCALE_BLOCK, "outputs of a tile share their scales"
     partial, counters = workspace(x.device)
     programs, settings = tile.settings(x, n, k // SCALE_BLOCK)
-    _fp8_few_rows_kernel[(programs,)](
+    fp8_few_rows_kernel[(programs,)](
         x, weight.values.view(torch.int32), weight.scales, bias, residual, y, partial, counters, rows, n, k,
         x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0), PER_CHANNEL=weight.is_per_channel,
         HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, SIDE=SCALE_BLOCK, **settings,
@@ -121,7 +121,7 @@ def in_order_of_words(rows):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _fp8_few_rows_kernel(
+def fp8_few_rows_kernel(
     x, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
     PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SIDE: tl.constexpr,
     SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,

@@ -80,13 +80,13 @@ class FP8Linear(UnfusedLinear):
         return fp8_linear(silu_and_mul_fp8(gate_up(x, norm=norm)), self._scaled, self.bias, residual)
 
 
-def quantize_fp8_weight(values: torch.Tensor) -> FP8Weight:
+def quantize_fp8_weight(values: torch.Tensor, part: int = _PART) -> FP8Weight:
     """A matrix or a stack of them, [..., out, in], in float8_e4m3fn with a float32 scale per block of 128 x 128: the
-    block's largest value / 448. It is computed in parts, because the float32 values on the way are four times as
-    large."""
+    block's largest value / 448. It is computed in parts of about `part` values, because the float32 values on the way
+    are four times as large."""
     out, inner = values.shape[-2:]
-    rows = max(1, _PART // (inner * SCALE_BLOCK)) * SCALE_BLOCK
-    matrices = [_quantize_rows(part) for matrix in values.reshape(-1, out, inner) for part in matrix.split(rows)]
+    rows = max(1, part // (inner * SCALE_BLOCK)) * SCALE_BLOCK
+    matrices = [_quantize_rows(some) for matrix in values.reshape(-1, out, inner) for some in matrix.split(rows)]
     found, scales = (torch.cat(parts) for parts in zip(*matrices, strict=True))
     stack = values.shape[:-2]
     return FP8Weight(found.view(torch.float8_e4m3fn).view(values.shape), scales.view(*stack, -1, scales.shape[-1]))

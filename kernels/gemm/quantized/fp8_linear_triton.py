@@ -100,7 +100,7 @@ def fp8_linear(
     splits = used_splits(blocks, tile.splits)
     tiles = cdiv(rows, tile.rows) * cdiv(n, tile.outputs)
     partial, counters = workspace(x.device)
-    _fp8_linear_kernel[(tiles * splits,)](
+    fp8_linear_kernel[(tiles * splits,)](
         x, x_scales, values, scales, bias, residual, y, partial, counters, rows, n, k, x.stride(0),
         0 if x_scales is None else x_scales.stride(1), 0 if residual is None else residual.stride(0), y.stride(0),
         QUANTIZED=x_scales is not None, PER_CHANNEL=weight.is_per_channel, HAS_BIAS=bias is not None,
@@ -111,7 +111,7 @@ def fp8_linear(
 
 
 @triton.jit(do_not_specialize=["M", "scale_stride"])
-def _fp8_linear_kernel(
+def fp8_linear_kernel(
     x, x_scales, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, scale_stride,
     residual_stride, y_stride,
     QUANTIZED: tl.constexpr, PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,

@@ -60,7 +60,7 @@ def int4_few_rows(
     steps = k // (weight.chunk * chunks)
     splits = used_splits(steps, tile.splits)
     partial, counters = workspace(x.device)
-    _int4_few_rows_kernel[(cdiv(n, tile.outputs) * splits,)](
+    int4_few_rows_kernel[(cdiv(n, tile.outputs) * splits,)](
         x, *weight.words(), bias, residual, y, partial, counters, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, BF16=weight.scales.dtype == torch.bfloat16, CHUNK=weight.chunk,
@@ -215,7 +215,7 @@ def _chunk(words, scales, GROUPS: tl.constexpr, kind: tl.constexpr, BF16: tl.con
 
 
 @triton.jit(do_not_specialize=["M"])
-def _int4_few_rows_kernel(
+def int4_few_rows_kernel(
     x, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     BF16: tl.constexpr,  # scales are; else float16

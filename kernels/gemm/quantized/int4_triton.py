@@ -80,7 +80,7 @@ def int4_linear(
     splits = used_splits(steps, tile.splits)
     programs = cdiv(rows, tile.rows) * cdiv(n, tile.outputs)
     partial, counters = workspace(x.device)
-    _int4_linear_kernel[(programs * splits,)](
+    int4_linear_kernel[(programs * splits,)](
         x, *weight.words(), bias, residual, y, partial, counters, rows, n, k, x.stride(0),
         0 if residual is None else residual.stride(0), y.stride(0), HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None, GROUP=weight.group, CHUNK=weight.chunk, UNIT=weight.unit,
@@ -91,7 +91,7 @@ def int4_linear(
 
 
 @triton.jit(do_not_specialize=["M"])
-def _int4_linear_kernel(
+def int4_linear_kernel(
     x, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, residual_stride, y_stride,
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, UNIT: tl.constexpr,
     BF16: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,

@@ -69,7 +69,7 @@ def w8a8_few_rows(
     assert k % SCALE_BLOCK == 0, f"{k} inputs"
     partial, counters = workspace(y.device)
     programs, settings = tile.settings(x.values, n, k // SCALE_BLOCK)
-    _w8a8_few_rows_kernel[(programs,)](
+    w8a8_few_rows_kernel[(programs,)](
         x.values, x.scales, weight.values, weight.scales, bias, residual, y, partial, counters, rows, n, k,
         x.values.stride(0), x.scales.stride(1), 0 if residual is None else residual.stride(0), y.stride(0),
         PER_CHANNEL=weight.is_per_channel, HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None,
@@ -79,7 +79,7 @@ def w8a8_few_rows(
 
 
 @triton.jit(do_not_specialize=["M", "scale_stride"])
-def _w8a8_few_rows_kernel(
+def w8a8_few_rows_kernel(
     x, x_scales, weight, scales, bias, residual, y, partial, counters, M, N, K, x_stride, scale_stride,
     residual_stride, y_stride,
     PER_CHANNEL: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SIDE: tl.constexpr,

@@ -295,7 +295,7 @@ class DeviceWorker:
         from specbatch.runtime.parallel_compilation import compile_ahead
 
         with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):
-            found = compile_ahead([item.capture() for item in recordings], self._warm_ups(), report)
+            found = compile_ahead([item.capture() for item in recordings], self.warm_ups(), report)
         torch.cuda.empty_cache()  # recordings warm up on another stream
         return found
 
@@ -304,7 +304,7 @@ class DeviceWorker:
         """Run what is not recorded once, so that it is ready, then record every bucket. Returns how many buckets."""
         recordings = self.recordings()
         with use_deterministic(self._deterministic):
-            for program in self._warm_ups():
+            for program in self.warm_ups():
                 program()
         if self.batch.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -318,7 +318,7 @@ class DeviceWorker:
             torch.cuda.empty_cache()  # what warming up took on the recorder's stream, where nothing else can use it
         return total
 
-    def _warm_ups(self) -> list[Program]:
+    def warm_ups(self) -> list[Program]:
         """Prefill passes that compile whatever runs between the segments, which are not recorded yet: it has the static
         tensors as inputs, whose values do not matter."""
         if not any(isinstance(item, Recordings) for item in self.forwards.values()):

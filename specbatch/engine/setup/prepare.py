@@ -48,7 +48,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     shared: the target, loaded by another engine.
     """
     device = find_device(config.device)
-    _check_device(config, device)
+    check_device(config, device)
     target = weights.open_checkpoint(
         config.model,
         config.load_format,
@@ -125,7 +125,7 @@ def _divided(model: ModelConfig, draft: DraftPlan, ranks: int) -> tuple[ModelCon
         raise refuse("tensor_parallel", ranks, f"{whose}{error.works}; {works}") from None
 
 
-def _check_device(config: EngineConfig, device: torch.device) -> None:
+def check_device(config: EngineConfig, device: torch.device) -> None:
     """Refuse what the device cannot do."""
     if device.type == "cuda":
         return

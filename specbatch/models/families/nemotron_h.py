@@ -87,6 +87,7 @@ class NemotronHConfig(ModelConfig):
     pattern: str
     mamba: SsdSizes
     mixture: Relu2Mixture | None
+    embedding: str = "backbone.embeddings.weight"
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> NemotronHConfig:
@@ -137,7 +138,12 @@ class NemotronHConfig(ModelConfig):
 
     @property
     def names(self) -> Ends:
-        return Ends("backbone.embeddings.weight", "backbone.norm_f")
+        return Ends(self.embedding, "backbone.norm_f")
+
+    def fit(self, found: dict[str, tuple[int, ...]]) -> Self:
+        """transformers before 5.16 saves the embedding under another name."""
+        saved = "backbone.embedding.weight"
+        return replace(super().fit(found), embedding=saved if saved in found else self.embedding)
 
     @property
     def depth(self) -> int:

@@ -17,11 +17,12 @@ import torch
 from crossed import crossed
 from stand_ins import fake_graphs, random_draft_lengths
 from uncached import features_of
+from watched_calls import Watch
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams
 from specbatch.config.engine_config import Graphs, Speculation
+from specbatch.engine.setup import prepare
 from specbatch.errors import SpecbatchError
-from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.models.config import ModelConfig
@@ -117,13 +118,13 @@ KINDS = {"eagle": "eagle", "token": "eagle", "eagle3": "eagle3", "mtp": "mtp"}
 
 
 @pytest.fixture
-def table_engine(toy: Any, write: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Engine]:
+def table_engine(toy: Any, write: Any, use_checkpoints: Any) -> Callable[..., Engine]:
     """`table_engine(kind, schedule, count, **settings)`; count: tokens to draft, None for the default."""
 
     def build(kind: str, schedule: str = "v2", count: Any = None, **settings: Any) -> Engine:
         shape = {name: settings.pop(name) for name in ("draft_steps", "draft_topk") if name in settings}
         table = Table(toy.tokenizer)
-        monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda *_, **__: table)
+        use_checkpoints(lambda *_, **__: table)
         config = sizes(draft_vocab_size=COUNT - 1, eagle_aux_hidden_state_layer_ids=[1, 2, 4])
         draft = None if kind == "mtp" else write(config, head(kind))
         settings = {"max_running": 8, "max_model_len": 120, "page_size": 4} | settings
@@ -217,14 +218,8 @@ def test_prefill_graphs_of_two_layers_write_the_same_keys(targets: Any, monkeypa
     torch.testing.assert_close(*written)
 
 
-def test_attention_backend_is_for_heads_of_several_layers(targets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def chosen(*args: Any, **how: Any) -> Any:
-        asked.append(args)
-        return prefill_backend(*args, **how)
-
-    monkeypatch.setattr("specbatch.engine.setup.prepare.prefill_backend", chosen)
+def test_attention_backend_is_for_heads_of_several_layers(targets: Any, watch: Watch) -> None:
+    asked = watch(prepare, "prefill_backend", before=lambda *args, **_: args)
     targets.engine("llama", "eagle", draft_attention_backend="torch")
     assert [(args[0], args[4:]) for args in asked[1:]] == [("torch", ("draft_attention_backend",))]
     with pytest.raises(SpecbatchError, match=r"^draft_attention_backend='torch': this head has one layer"):

@@ -17,12 +17,13 @@ from crossed import first_quick
 from exact_acceptance import Text, Toy, lattice_of, sampling_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from watched_calls import Watch
 
 from specbatch import Engine, SamplingParams, Speculation
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.ngram import NGram
 from specbatch.engine.device.acceptance import accept_ref
-from specbatch.engine.device.step import DecodeStep, Verified
+from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.device.verify_budget import VerifyBudget
 from specbatch.kernels.sampling.rng import ACCEPT, RESIDUAL
 from specbatch.kernels.sampling.verify_budget import MOST, verified_drafts
@@ -178,24 +179,10 @@ def test_enumeration_catches_the_same_random_numbers_in_two_requests() -> None:
 # -- engines ----------------------------------------------------------------------------------------------------------
 
 
-def test_target_computes_the_rows_of_the_budget(
-    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows: list[int] = []
-    verify = DecodeStep.verify
-
-    def counted(self: DecodeStep, step: StepInput, proposal: Proposal) -> Verified:
-        with pytest.MonkeyPatch.context() as patch:
-            enter = Decoder.enter
-
-            def entered(model: Decoder, tokens: torch.Tensor, *rest: Any, **more: Any) -> Any:
-                rows.append(len(tokens))
-                return enter(model, tokens, *rest, **more)
-
-            patch.setattr(Decoder, "enter", entered)
-            return verify(self, step, proposal)
-
-    monkeypatch.setattr(DecodeStep, "verify", counted)
+def test_target_computes_the_rows_of_the_budget(toy: Any, toy_engine: Callable[..., Engine], watch: Watch) -> None:
+    rows, verifying = list[int](), list[bool]()
+    watch(DecodeStep, "verify", before=lambda *_: verifying.append(True), after=lambda *_: verifying.clear())
+    watch(Decoder, "enter", before=lambda model, tokens, *_, **__: rows.extend([len(tokens)] * len(verifying)))
     prompts, params = [list(prompt) for prompt in toy.prompts()[4:7]], SamplingParams(max_new_tokens=9, ignore_eos=True)
     engine = toy_engine(speculation=BUDGET, max_running=4)
     done = engine.generate(prompts, params)

@@ -153,13 +153,13 @@ def test_engine_waits_for_a_slow_reader(toy_engine: Callable[..., Engine], monke
 # -- chat -------------------------------------------------------------------------------------------------------------
 
 
-def test_chat_renders_conversations(toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_renders_conversations(toy_engine: Callable[..., Engine]) -> None:
     engine = toy_engine()
 
     def render(messages: list[dict[str, str]], *, enable_thinking: bool | None = None) -> str:
         return "".join(f"{item['role'][0]} {item['content']} " for item in messages) + ("t" if enable_thinking else "a")
 
-    monkeypatch.setattr(engine.tokenizer, "apply_chat_template", render, raising=False)
+    engine.tokenizer.apply_chat_template = render
     one = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
     prompt = engine.tokenizer.encode("s be u hello a")
     assert engine.chat(one, LONG)[0].prompt_token_ids == prompt

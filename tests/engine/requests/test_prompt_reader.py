@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from watched_calls import Watch
 
 from specbatch import SamplingParams, SpecbatchError
 from specbatch.engine.requests import prompt_reader
@@ -40,16 +41,9 @@ def test_a_pool_too_small_for_a_request_is_refused() -> None:
         check_size(caps(pages=8, slots=3), 20, 7, None)
 
 
-def test_a_grammar_that_is_refused_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_is_refused_is_compiled_once(watch: Watch) -> None:
     """Of a job with an expression that takes seconds to compile every row is checked."""
-    compiled = []
-
-    def compile_regex(regex: str) -> Any:
-        compiled.append(regex)
-        return original(regex)
-
-    original = prompt_reader.compile_regex
-    monkeypatch.setattr(prompt_reader, "compile_regex", compile_regex)
+    compiled = watch(prompt_reader, "compile_regex", before=lambda regex: regex)
     reader = PromptReader(ByteTokenizer(257), open_checkpoint("toy", "dummy").config, caps())
     for row in range(3):
         for regex in ("(a|b)*a(a|b){17}", "(a|b)*a(a|b){16}"):

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins import timed_by
+from stand_ins import late_results, timed_by
 
 import specbatch
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.core.async_copy import AsyncCopy
 
 SCHEDULING = {
     "slot",
@@ -34,7 +33,7 @@ def test_waits_and_leads_are_counted(
 ) -> None:
     """ready: the device is done whenever the host asks, so that all overlapped launches are late."""
     timed_by(monkeypatch)
-    monkeypatch.setattr(AsyncCopy, "ready", lambda self: ready)
+    late_results(monkeypatch, late=not ready)
     engine = toy_engine(speculation=Speculation(schedule=schedule))
     engine.generate([list(toy.prompts()[3])], SamplingParams(max_new_tokens=9, ignore_eos=True))
     counters = engine.record().counters

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from released import check_released
 from stand_ins import late_results
 from torch.utils._python_dispatch import TorchDispatchMode
+from watched_calls import Watch
 
 from specbatch import Engine, SamplingParams, Speculation
 from specbatch.engine.schedule.runner import Launched, Runner
@@ -204,16 +205,14 @@ def test_aborts_do_not_affect_other_requests(
 
 
 def test_the_first_token_comes_alone_and_first(
-    toy: Any, toy_engine: Callable[..., Engine], schedule: str, monkeypatch: pytest.MonkeyPatch
+    toy: Any, toy_engine: Callable[..., Engine], schedule: str, watch: Watch
 ) -> None:
     handled: list[tuple[int, bool]] = []
-    handle = Runner.handle
 
-    def watch(self: Runner, launched: Launched, **how: bool) -> None:
+    def note(runner: Runner, launched: Launched, **_: bool) -> None:
         handled.extend((row.request.index, launched.first) for row in launched.requests)
-        handle(self, launched, **how)
 
-    monkeypatch.setattr(Runner, "handle", watch)
+    watch(Runner, "handle", before=note)
     engine = toy_engine(speculation=Speculation("ngram", schedule), max_running=3)
     prompts = [list(prompt) for prompt in toy.prompts()[:9]]
     counts: dict[int, list[int]] = {}
@@ -324,7 +323,12 @@ class NoHostRead(TorchDispatchMode):
     ("drafter", "sampled"), crossed(["none", "ngram", "self", "other", "ngram-tree", "tree", "block"], [True, False])
 )
 def test_launching_reads_nothing_from_the_device(
-    toy: Any, toy_engine: Callable[..., Engine], drafter: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
+    toy: Any,
+    toy_engine: Callable[..., Engine],
+    drafter: str,
+    sampled: bool,
+    watch: Watch,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = toy_engine(speculation=Speculation(schedule="v2", **DRAFTERS[drafter]), kv_pages=40, max_model_len=80)
     launching = 0
@@ -341,19 +345,13 @@ def test_launching_reads_nothing_from_the_device(
 
         return call
 
-    def reader(name: str) -> Callable[..., Any]:
-        read = getattr(torch.Tensor, name)
+    def check(name: str) -> None:
+        assert not launching, f"Tensor.{name} waits for the device"
 
-        def call(*arguments: Any, **options: Any) -> Any:
-            assert not launching, f"Tensor.{name} waits for the device"
-            return read(*arguments, **options)
-
-        return call
-
-    monkeypatch.setattr(engine._runner, "decode", guarded(engine._runner.decode))
-    monkeypatch.setattr(engine._runner, "prefill", guarded(engine._runner.prefill))
+    for name in ("decode", "prefill"):
+        monkeypatch.setattr(Runner, name, guarded(getattr(Runner, name)))
     for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
-        monkeypatch.setattr(torch.Tensor, name, reader(name))
+        watch(torch.Tensor, name, before=lambda *_, name=name, **__: check(name))
     params = SamplingParams(
         max_new_tokens=8, temperature=0.8 * sampled, top_k=9, top_p=0.9, min_p=0.01, logprobs=sampled, seed=1
     )

@@ -70,17 +70,17 @@ def test_operands_are_not_modified() -> None:
 
 
 def test_blocked_layout_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, weight, bias = numbers(3, 37, seed=0), numbers(53, 37, seed=1), numbers(53, seed=2)
+    x, weight, bias = numbers(3, 237, seed=0), numbers(353, 237, seed=1), numbers(353, seed=2)
     blocked = Linear(weight, bias)(x)
     monkeypatch.setattr(linear, "is_blocked", lambda dtype, device: False)
     check(x, weight, bias)
-    torch.testing.assert_close(Linear(weight, bias)(x), blocked, rtol=0, atol=1e-5)
+    torch.testing.assert_close(Linear(weight, bias)(x), blocked, rtol=0, atol=1e-4)
     assert Linear(weight).shape == weight.shape
 
 
 def test_rows_do_not_depend_on_batch() -> None:
     """Up to rounding; lossless decoding depends on it."""
-    layer, x = Linear(numbers(200, 300, seed=1)), numbers(65, 300, seed=2)
+    layer, x = Linear(numbers(250, 300, seed=1)), numbers(65, 300, seed=2)
     alone = torch.cat([layer(row[None]) for row in x])
     for rows in (2, 5, 16, 33, 65):
         torch.testing.assert_close(layer(x[:rows]), alone[:rows], rtol=0, atol=5e-5)
@@ -95,9 +95,9 @@ def test_few_numbers_of_rows_reach_onednn(monkeypatch: pytest.MonkeyPatch) -> No
         seen.add(len(x))
         return x
 
-    layer = Linear(numbers(37, 37, seed=1))
+    layer = Linear(numbers(300, 300, seed=1))
     monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", gemm)
     for rows in range(1, 2049):
-        assert len(layer(torch.empty(rows, 37))) == rows
+        assert len(layer(torch.empty(rows, 300))) == rows
         assert rows <= max(seen) < 1.25 * rows or rows <= 8
     assert len(seen) == 40

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from crossed import crossed, slow_but
 from fused_gemm import EPS, matches, normalised, numbers
+from watched_calls import Watch
 
 from specbatch.kernels.gemm.dense import one_row_triton, skinny_gemm_triton
 from specbatch.kernels.gemm.dense.one_row_triton import OneRowTile, one_row_tile_for, takes_one_row
@@ -29,17 +30,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def calls(watch: Watch) -> list[int]:
     """Numbers of columns of the weights that the kernel was given."""
-    found: list[int] = []
-    product = one_row_triton.one_row_gemm
-
-    def spied(x: torch.Tensor, *arguments: Any, **how: Any) -> torch.Tensor:
-        found.append(x.shape[1])
-        return product(x, *arguments, **how)
-
-    monkeypatch.setattr(skinny_gemm_triton, "one_row_gemm", spied)
-    return found
+    return watch(skinny_gemm_triton, "one_row_gemm", before=lambda x, *_, **__: x.shape[1])
 
 
 @pytest.mark.parametrize(("n", "k", "squared"), crossed(SHAPES, [False, True]))

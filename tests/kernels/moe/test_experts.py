@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from crossed import crossed, first_quick, slow_but
 from dtypes import HALVES
 from mxfp4_encoding import encoded
+from watched_calls import Watch
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.linear import Norm
@@ -33,15 +34,13 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # 
 
 
 @pytest.fixture(autouse=True)
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+def poisoned(watch: Watch) -> None:
     """Uninitialised memory holds NaN, or ids of experts that do not exist."""
-    empty = torch.empty
 
-    def poison(*args: Any, **settings: Any) -> torch.Tensor:
-        tensor = empty(*args, **settings)
-        return tensor.fill_(torch.nan if tensor.is_floating_point() else min(1 << 28, torch.iinfo(tensor.dtype).max))
+    def poison(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        tensor.fill_(torch.nan if tensor.is_floating_point() else min(1 << 28, torch.iinfo(tensor.dtype).max))
 
-    monkeypatch.setattr(torch, "empty", poison)
+    watch(torch, "empty", after=poison)
 
 
 class Case:
@@ -594,12 +593,8 @@ def test_blocks_grow_with_the_tokens() -> None:
     assert [rows_for(count, rule, is_stored_whole=True) for count in tokens] == [16, 16, 32, 32, 64, 64, 128]
 
 
-def test_larger_blocks_are_for_weights_that_are_not_dequantized(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-    choose = experts_triton.rows_for
-    monkeypatch.setattr(experts_triton, "rows_for", lambda *args, **how: asked.append(how) or choose(*args, **how))
+def test_larger_blocks_are_for_weights_that_are_not_dequantized(device: torch.device, watch: Watch) -> None:
+    asked = watch(experts_triton, "rows_for", before=lambda *_, **how: how)
     case = Case(RULES["plain"], 3, device, torch.float16, hidden=128, inner=128)
     case.run()
     up, down = (FP8Weight(x.to(torch.float8_e4m3fn), torch.ones(6, *size, device=device)) for x, size in (

@@ -285,11 +285,11 @@ def test_verify_does_not_round_states(device: torch.device, twin: Twin) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_matches_transformers(groups: int) -> None:
-    """The mixer of Nemotron-H; steps stay above its clamp."""
+    """The mixer of Nemotron-H; steps stay above its clamp. One chunk: before 5.15 the result depends on its size."""
     modeling = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
     config = modeling.NemotronHConfig(
         hidden_size=32, mamba_num_heads=6, mamba_head_dim=8, n_groups=groups, ssm_state_size=16, conv_kernel=4,
-        chunk_size=8, layers_block_type=["mamba", "mlp"],
+        chunk_size=32, layers_block_type=["mamba", "mlp"],
     )  # fmt: skip
     torch.manual_seed(groups)
     mixer = modeling.NemotronHMamba2Mixer(config, layer_idx=0).float().eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -48,47 +47,30 @@ def test_longer_texts(
     assert _differing(device, name, dtype, state, [40, 9, 23], 2) == 0
 
 
-def _chunks_of_the_delta_rule(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recurrent, "delta_prefill", gated_delta_prefill_triton.delta_prefill)
+@triton.jit
+def _not_rounded(s, fade, k, u, stored):
+    return s * fade + k[:, None] * u[None, :]
 
 
-def _verify_of_mamba2_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recurrent, "ssd_verify", mamba2_triton.ssd_verify)
-
-
-def _states_rounded_when_stored(patch: pytest.MonkeyPatch) -> None:
-    @triton.jit
-    def update(s, fade, k, u, stored):
-        return s * fade + k[:, None] * u[None, :]
-
-    patch.setattr(row_by_row_triton, "_delta_update", update)
-
-
-def _order_of_taps(patch: pytest.MonkeyPatch) -> None:
-    """A prompt adds the oldest first."""
-
-    patch.setattr(recurrent, "conv_prefill", conv_prefill_ref)
+# What takes the place of the code that follows a rule (owner, name, replacement), and a model that shows it.
+WITHOUT = {
+    "chunks of the delta rule": (
+        (recurrent, "delta_prefill", gated_delta_prefill_triton.delta_prefill),
+        "qwen3.5",
+        "fp32",
+    ),
+    "verify of Mamba-2 at once": ((recurrent, "ssd_verify", mamba2_triton.ssd_verify), "nemotron-h", "fp32"),
+    "states rounded when stored": ((row_by_row_triton, "_delta_update", _not_rounded), "qwen3.5", "bf16"),
+    "order of taps": ((recurrent, "conv_prefill", conv_prefill_ref), "lfm2", "fp32"),  # a prompt adds the oldest first
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mutate", "name", "state"),
-    [
-        (_chunks_of_the_delta_rule, "qwen3.5", "fp32"),
-        (_verify_of_mamba2_at_once, "nemotron-h", "fp32"),
-        (_states_rounded_when_stored, "qwen3.5", "bf16"),
-        (_order_of_taps, "lfm2", "fp32"),
-    ],
-)
-def test_every_rule_is_needed(
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-    mutate: Callable[[pytest.MonkeyPatch], None],
-    name: str,
-    state: str,
-) -> None:
-    if device.type == "cuda" and mutate in (_states_rounded_when_stored, _order_of_taps):
+@pytest.mark.parametrize("rule", WITHOUT)
+def test_every_rule_is_needed(device: torch.device, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
+    if device.type == "cuda" and rule in ("states rounded when stored", "order of taps"):
         pytest.skip("bfloat16 hides what this changes, and float32 is not deterministic on a GPU")
+    change, name, state = WITHOUT[rule]
     _run_kernels(monkeypatch)
-    mutate(monkeypatch)
+    monkeypatch.setattr(*change)
     assert _differing(device, name, FP32, state, [40, 23], 1) > 0

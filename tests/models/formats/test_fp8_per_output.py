@@ -94,6 +94,6 @@ def test_scales_of_activations_and_caches(tmp_path: Path, monkeypatch: pytest.Mo
     )
     assert checkpoint.config.quantization is not None
     assert checkpoint.config.quantization.has_cache_scales
-    monkeypatch.setattr("specbatch.engine.setup.prepare._check_device", lambda config, device: None)
+    monkeypatch.setattr("specbatch.engine.setup.prepare.check_device", lambda config, device: None)
     with pytest.raises(SpecbatchError, match=r"kv_dtype='fp8': the checkpoint has scales .*use auto"):
         prepare(EngineConfig(model=str(tmp_path), device="cpu", kv_dtype="fp8"), print)

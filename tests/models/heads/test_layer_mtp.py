@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
+from transformers import modeling_layers
+from transformers_features import MTP_LAYERS
 from uncached import decoder_of, features_of
 
 from specbatch.errors import SpecbatchError
@@ -19,10 +21,7 @@ from specbatch.models.weight_reader import Reader
 from specbatch.weights import open_checkpoint
 from specbatch.weights.folder import check_tensors
 
-try:
-    from transformers.modeling_layers import MtpModel
-except ImportError:
-    pytest.skip("this transformers has no MtpModel", allow_module_level=True)
+pytestmark = MTP_LAYERS.needed
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -60,14 +59,13 @@ def published(head: Any, stem: str, depth: int = 0) -> dict[str, torch.Tensor]:
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-@pytest.mark.skipif(not hasattr(MtpModel, "forward_layer"), reason="MtpModel of this transformers has no forward_layer")
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("name", TARGETS)
 def test_head_computes_what_transformers_does(name: str, layers: int, tmp_path: Path) -> None:
     """Its only layer twice, or one for each draft."""
     torch.manual_seed(3)
     theirs = TARGETS[name]().eval()
-    head = MtpModel(theirs, layers).eval()
+    head = modeling_layers.MtpModel(theirs, layers).eval()
     with torch.no_grad():
         for parameter in (*theirs.parameters(), *head.layers.parameters()):
             parameter.normal_(1 if parameter.dim() == 1 else 0, 1.2 / parameter[0].numel() ** 0.5)
@@ -106,7 +104,7 @@ def test_head_computes_what_transformers_does(name: str, layers: int, tmp_path: 
 def test_heads_of_other_shapes_are_refused(tmp_path: Path) -> None:
     theirs, weights = TARGETS["deepseek-v3"](), tmp_path / "model.safetensors"
     theirs.save_pretrained(tmp_path)
-    tensors = load_file(weights) | published(MtpModel(theirs, 1), "model.layers.2")
+    tensors = load_file(weights) | published(modeling_layers.MtpModel(theirs, 1), "model.layers.2")
     save_file(tensors | {"model.layers.2.embed_tokens.weight": torch.zeros(5, 48)}, weights)
     checkpoint = open_checkpoint(str(tmp_path))
     with pytest.raises(

@@ -57,6 +57,27 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result
     return call
 
 
+class Measured:
+    """calls: the concurrency of each point that is measured. before: called with the point before that."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        self.before: Callable[[Point], None] = lambda point: None
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
+    found, measure = Measured(), BenchmarkPrompts.measure
+
+    def noted(prompts: BenchmarkPrompts, engine: Any, point: Point, count: Any) -> Any:
+        found.calls.append(point.concurrency)
+        found.before(point)
+        return measure(prompts, engine, point, count)
+
+    monkeypatch.setattr(BenchmarkPrompts, "measure", noted)
+    return found
+
+
 def rows_of(folder: str = "out") -> dict[tuple[str, str, str], dict[str, str]]:
     """The rows of the CSV, by section, concurrency and configuration."""
     rows = csv.DictReader(Path(folder, "summary.csv").read_text().splitlines())
@@ -70,7 +91,7 @@ def cells(text: str, section: str, column: str) -> dict[tuple[str, str], str]:
     return {(row[0], row[1]): row[head.index(column)] for row in body}
 
 
-def test_sections_are_sweeps(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_are_sweeps(run: Callable[..., Result], no_plots: None) -> None:
     result = run()
     assert result.exit_code == 0, result.output
     rows = rows_of()
@@ -113,7 +134,6 @@ def test_sections_are_sweeps(run: Callable[..., Result], monkeypatch: pytest.Mon
     with unpacked("records", Path("records.tar.xz")) as folder:
         assert write_tables(folder) == text
     # Each section is a sweep for the other commands.
-    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])  # slow
     assert write_report(Path("out/closed"))[-1].exists()
     assert {key.section for key in load_run("before", Path("out"), read_output).points} == set(records)
 
@@ -178,19 +198,12 @@ def test_a_step_needs_enough_iterations_of_all_requests(run: Callable[..., Resul
 
 
 @pytest.mark.slow
-def test_a_point_that_fails_is_in_the_table_and_runs_again(
-    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measure, calls = BenchmarkPrompts.measure, []
-
-    def fail(prompts: BenchmarkPrompts, engine: Any, point: Point, count: Any) -> Any:
-        calls.append(point.concurrency)
-        if breaks and (point.configuration, point.concurrency) == ("v1", 3):
+def test_a_point_that_fails_is_in_the_table_and_runs_again(run: Callable[..., Result], measured: Measured) -> None:
+    def fail(point: Point) -> None:
+        if (point.configuration, point.concurrency) == ("v1", 3):
             raise torch.OutOfMemoryError("no room for 3\nand more lines")
-        return measure(prompts, engine, point, count)
 
-    breaks = True
-    monkeypatch.setattr(BenchmarkPrompts, "measure", fail)
+    measured.before, calls = fail, measured.calls
     result = run(sections="decode", repeats=2)
     assert result.exit_code == 1
     rows = rows_of()
@@ -203,7 +216,7 @@ def test_a_point_that_fails_is_in_the_table_and_runs_again(
     assert "FAILED: v1 at concurrency 3, repeat 1, and 1 other point: OutOfMemoryError: no room for 3" in text
     assert calls == [1, 1, 1, 1, 3, 3, 3]  # the second repeat would fail, too
     calls.clear()
-    breaks = False
+    measured.before = lambda point: None
     assert run(sections="decode", repeats=2).exit_code == 0
     assert calls == [3, 3]  # what was measured stays
     assert rows_of()["decode", "3", "v1"]["step_s"]
@@ -227,16 +240,12 @@ def test_an_engine_that_cannot_be_built_fails_its_points_only(
 
 
 @pytest.mark.slow
-def test_an_interrupted_bench_continues(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, calls = BenchmarkPrompts.measure, []
-
-    def stop(prompts: BenchmarkPrompts, engine: Any, point: Point, count: Any) -> Any:
-        calls.append(point.concurrency)
-        if len(calls) == 2:
+def test_an_interrupted_bench_continues(run: Callable[..., Result], measured: Measured) -> None:
+    def stop(point: Point) -> None:
+        if len(measured.calls) == 2:
             raise KeyboardInterrupt
-        return measure(prompts, engine, point, count)
 
-    monkeypatch.setattr(BenchmarkPrompts, "measure", stop)
+    measured.before, calls = stop, measured.calls
     result = run(sections="decode,ttft", ttft_tokens="5")
     assert result.exit_code == 130
     assert "interrupted; kept 1 finished point and the tables in out" in result.stderr

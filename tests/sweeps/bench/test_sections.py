@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.engine.setup import memory_plan, prepare
 from specbatch.errors import SpecbatchError
-from specbatch.runtime import device as devices
 from specbatch.sweeps.bench.options import BenchOptions
 from specbatch.sweeps.bench.sections import plan_bench
 from specbatch.weights.dummy import SHAPES
@@ -70,21 +68,24 @@ def test_a_block_draft_sets_its_draft_length() -> None:
     assert configs_of(base, sections=("decode",))["v2"].speculation.num_drafts == 15
 
 
-def test_prefill_graphs_are_measured_where_prompts_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_gpu(monkeypatch)
-    names = {section.name: list(section.configs) for section in plan_bench(TOY, BenchOptions(ttft_tokens=(8,)))}
+@pytest.fixture
+def with_gpu(use_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines on a GPU can be planned, as on a machine that has one."""
+    use_gpus(1)
+    monkeypatch.setattr(prepare, "prefill_backend", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_prefill_graphs_are_measured_where_prompts_are() -> None:
+    base = replace(TOY, device="cuda")
+    names = {section.name: list(section.configs) for section in plan_bench(base, BenchOptions(ttft_tokens=(8,)))}
     assert names == {
         "decode": ["v1", "v2"], "closed": ["v1", "v2", "v2+piecewise"], "ttft-8": ["v1", "v2", "v2+piecewise"],
         "verify": ["v2", "v2, 16 rows"],
     }  # fmt: skip
 
 
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (prepare, devices):
-        monkeypatch.setattr(module, "find_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(prepare, "prefill_backend", lambda *_, **__: None)
-
-
+@pytest.mark.usefixtures("with_gpu")
 @pytest.mark.parametrize(
     ("speculation", "sizes"),
     [
@@ -98,7 +99,6 @@ def test_four_engines_of_qwen3_8b_fit_on_an_h200(
     monkeypatch: pytest.MonkeyPatch, speculation: Speculation, sizes: tuple[int, ...]
 ) -> None:
     """By their memory plans, if all that is planned stays taken while the next engine is built."""
-    fake_gpu(monkeypatch)
     free = 139 << 30
     monkeypatch.setattr(memory_plan, "available_memory", lambda _: free)
     base = EngineConfig(model="qwen3-8b", load_format="dummy", prefill_chunk=8192, graphs=Graphs("whole", "off"))

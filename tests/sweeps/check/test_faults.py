@@ -11,6 +11,7 @@ import pytest
 from crossed import slow_but
 from engine_faults import config_of
 from lossless import slots_per_step
+from opening import opening
 from stand_ins import fake_graphs, late_results
 from targets import SPECULATIONS, TARGETS, Targets
 
@@ -36,7 +37,6 @@ def write_prompts(path: Path, random: random_module.Random, count: int) -> Path:
 def check(
     targets: Targets,
     folder: Path,
-    patch: pytest.MonkeyPatch,
     target: str,
     drafter: str,
     *,
@@ -44,9 +44,10 @@ def check(
     **changes: Any,
 ) -> CheckReport:
     """A check over 16 prompts; changes: see `config_of`."""
-    config = config_of(targets, patch, target, drafter, **{"max_running": 8, "max_model_len": LONGEST} | changes)
+    config = config_of(targets, target, drafter, **{"max_running": 8, "max_model_len": LONGEST} | changes)
     source = write_prompts(folder / "in.jsonl", random_module.Random(seed), 16)
-    return run_check(config, CheckOptions(source=source, max_new_tokens=TOKENS), folder)
+    with opening(lambda model, *_, **__: targets.checkpoint(model)):
+        return run_check(config, CheckOptions(source=source, max_new_tokens=TOKENS), folder)
 
 
 @pytest.mark.parametrize("seed", slow_but((2,), range(200)))
@@ -64,7 +65,6 @@ def test_engine_without_a_fault_passes(
     report = check(
         targets,
         tmp_path,
-        monkeypatch,
         random.choice(list(TARGETS)),
         drafter,
         seed=seed,
@@ -99,5 +99,5 @@ def test_fault_of_a_verify_is_found_in_bfloat16(
 ) -> None:
     fault, target, drafter = FAULTS[name]
     fault(monkeypatch)
-    report = check(targets, tmp_path, monkeypatch, target, drafter, dtype="bfloat16", max_running=16)
+    report = check(targets, tmp_path, target, drafter, dtype="bfloat16", max_running=16)
     assert report.fails, report.markdown()

@@ -10,11 +10,12 @@ from specbatch import EngineConfig, SpecbatchError
 from specbatch.sweeps.check import referee
 from specbatch.sweeps.check.referee import Referee, plan_referee
 
+OWN = 2 * 27_000  # bytes of the toy's weights in 16 bits, roughly
+
 
 @pytest.fixture
-def config(toy: Any, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
-    checkpoint = type(toy.checkpoint)
-    monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: checkpoint(model))
+def config(open_toy: Any, use_checkpoints: Any) -> EngineConfig:
+    use_checkpoints(open_toy)
     return EngineConfig(model="toy", device="cpu", dtype="bfloat16")
 
 
@@ -22,7 +23,7 @@ def config(toy: Any, monkeypatch: pytest.MonkeyPatch) -> EngineConfig:
 def test_referee_is_the_model(
     toy: Any, config: EngineConfig, monkeypatch: pytest.MonkeyPatch, name: str, close: float
 ) -> None:
-    monkeypatch.setattr(referee, "_LOGIT_ROWS", 3)
+    monkeypatch.setattr(referee, "LOGIT_ROWS", 3)
     prompt, answer = toy.prompts()[8], [5, 9, 30, 4]
     found = Referee(plan_referee(config, name), 64)
     places = found.judge(prompt, answer)
@@ -35,12 +36,18 @@ def test_referee_is_the_model(
     assert found.judge(prompt, []) == ([], [], [])
 
 
-def test_referee_that_does_not_fit_is_refused(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = 2 * 27_000  # bytes of the toy's weights in 16 bits, roughly
-    monkeypatch.setattr(referee, "available_memory", lambda device: 2 * own)
-    plan_referee(config, "same")
-    with pytest.raises(SpecbatchError, match=r"referee='float32': its weights take .* use same, with"):
-        plan_referee(config, "float32")
-    monkeypatch.setattr(referee, "available_memory", lambda device: 1000)
-    with pytest.raises(SpecbatchError, match=r"referee='same': .*; use none, or a smaller model"):
+@pytest.mark.parametrize(
+    ("free", "name", "message"),
+    [
+        (2 * OWN, "float32", r"referee='float32': its weights take .* use same, with"),
+        (1000, "same", r"referee='same': .*; use none, or a smaller model"),
+    ],
+)
+def test_referee_that_does_not_fit_is_refused(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, free: int, name: str, message: str
+) -> None:
+    monkeypatch.setattr(referee, "available_memory", lambda device: free)
+    if name == "float32":
         plan_referee(config, "same")
+    with pytest.raises(SpecbatchError, match=message):
+        plan_referee(config, name)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from engine_faults import every_draft_accepted
 from stand_ins import fake_graphs
 from typer.testing import CliRunner, Result
 
@@ -18,7 +18,6 @@ from specbatch import EngineConfig, SpecbatchError, Speculation
 from specbatch.cli.app import app
 from specbatch.config.engine_config import Graphs
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.engine.device import acceptance
 from specbatch.records.store import load_record
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.prompts import random_prompts
@@ -39,10 +38,9 @@ COUNT, TOKENS = 6, 15
 
 
 @pytest.fixture
-def check(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., CheckReport]:
+def check(toy: Any, open_toy: Any, tmp_path: Path, use_checkpoints: Any) -> Callable[..., CheckReport]:
     """`check(speculation, graphs, **settings of CheckOptions)` over the toy model and, by default, its prompts."""
-    checkpoint = type(toy.checkpoint)
-    monkeypatch.setattr("specbatch.weights.open_checkpoint", lambda model, *_, **__: checkpoint(model))
+    use_checkpoints(open_toy)
     source = tmp_path / "in.jsonl"
     prompts = toy.prompts()[:COUNT]
     source.write_text(
@@ -60,18 +58,6 @@ def check(toy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
         return run_check(config, CheckOptions(**options), folder)
 
     return call
-
-
-def accept_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patches the acceptance rule to accept every draft."""
-
-    def accept(logits: Any, proposal: Any, *others: Any) -> Any:
-        found = acceptance.RefResult(*accept_ref(logits, proposal, *others))
-        tokens = torch.cat([proposal.tokens, found.tokens[:, -1:]], 1)
-        return found._replace(tokens=tokens, accepted=torch.full_like(found.accepted, proposal.tokens.shape[1]))
-
-    accept_ref = acceptance.accept_ref
-    monkeypatch.setattr(acceptance, "accept_ref", accept)
 
 
 @pytest.mark.parametrize(("name", "schedule"), [("self", "v2"), ("ngram", "v1")])
@@ -146,7 +132,7 @@ def test_checked_engine_runs_from_graphs_and_the_baseline_does_not(check: Any, m
 
 
 def test_wrong_acceptance_is_located_and_measured(toy: Any, check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    accept_everything(monkeypatch)
+    every_draft_accepted(monkeypatch)
     report = check(SPECULATIONS["other"])
     assert report.fails
     assert report.worst > report.bound == 512
@@ -171,7 +157,7 @@ def test_wrong_acceptance_is_located_and_measured(toy: Any, check: Any, monkeypa
 
 
 def test_without_a_referee_every_difference_counts(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    accept_everything(monkeypatch)
+    every_draft_accepted(monkeypatch)
     report = check(SPECULATIONS["other"], referee="none")
     assert report.faults == [f"{COUNT} answers with other tokens, and no referee was asked"]
 
@@ -290,7 +276,7 @@ def test_equal_output_exits_with_0(run: Any, words: tuple[str, ...], expected: t
 
 
 def test_fault_exits_with_1(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    accept_everything(monkeypatch)
+    every_draft_accepted(monkeypatch)
     result = run("--draft", "self:skip=0-2", "--prompts", 4, "--json")
     assert result.exit_code == 1
     (line,) = result.stdout.splitlines()

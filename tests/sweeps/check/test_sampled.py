@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from crossed import slow_but
-from engine_faults import config_of
+from engine_faults import config_of, every_draft_accepted
 from scipy import stats
 from targets import Targets
 
@@ -37,11 +37,13 @@ DRAFTERS = (
 
 
 @pytest.fixture
-def check(targets: Targets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SampledReport]:
+def check(targets: Targets, tmp_path: Path, use_checkpoints: Any) -> Callable[..., SampledReport]:
     """`check(name of SPECULATIONS, **settings of CheckOptions)` over a tiny Llama."""
 
+    use_checkpoints(lambda model, *_, **__: targets.checkpoint(model))
+
     def call(name: str, **options: Any) -> SampledReport:
-        config = config_of(targets, monkeypatch, "llama", name, max_running=100, max_model_len=64)
+        config = config_of(targets, "llama", name, max_running=100, max_model_len=64)
         source = tmp_path / "in.jsonl"
         source.write_text(json.dumps({"prompt_token_ids": targets.prompts("llama")[4]}) + "\n")
         options = {"source": source, "sampled": True, "seeds": 250, "concurrency": 100} | options
@@ -78,17 +80,6 @@ def test_check_that_tests_no_verify_fails(check: Any) -> None:
     assert "PASSED" not in bare.markdown() + idle.markdown()
 
 
-def accept_everything(patch: pytest.MonkeyPatch) -> None:
-    accept = acceptance.accept_ref
-
-    def accepted(logits: Any, proposal: Any, *others: Any) -> Any:
-        found = acceptance.RefResult(*accept(logits, proposal, *others))
-        tokens = torch.cat([proposal.tokens, found.tokens[:, -1:]], 1)
-        return found._replace(tokens=tokens, accepted=torch.full_like(found.accepted, proposal.tokens.shape[1]))
-
-    patch.setattr(acceptance, "accept_ref", accepted)
-
-
 def residual_is_the_target(patch: pytest.MonkeyPatch) -> None:
     """A rejected draft is replaced by a sample from p, not from max(p - q, 0)."""
     sample, flat = acceptance._rejection_sample, torch.Tensor.clamp
@@ -115,7 +106,7 @@ def residual_is_not_normalized(patch: pytest.MonkeyPatch) -> None:
 
 
 RULES = {
-    "accepts everything": accept_everything,
+    "accepts everything": every_draft_accepted,
     "residual is the target": residual_is_the_target,
     "residual is not normalized": residual_is_not_normalized,
 }

@@ -38,8 +38,8 @@ HUGE = 10**9
 
 
 @pytest.fixture(autouse=True)
-def tokenizer(monkeypatch):
-    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: BYTES)
+def tokenizer(use_tokenizer):
+    use_tokenizer(BYTES)
 
 
 def ask(script: Misbehaviour, *, count: int = 1, idle: float = 0.3, total: float = 0.6, concurrency=None, **settings):

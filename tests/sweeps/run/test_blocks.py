@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +48,8 @@ class Runs:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    ray = FakeRay()
-    monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
-    return Runs(ray)
+def runs(fake_ray: FakeRay) -> Runs:
+    return Runs(fake_ray)
 
 
 def errors(folder: Path) -> list[str | None]:

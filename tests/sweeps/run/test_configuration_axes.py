@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from crossed import slow_but
 from thread_ranks import thread_group
 from thread_replicas import ThreadReplicas
@@ -152,9 +151,8 @@ def test_what_cannot_run_among_several_is_named(tmp_path: Path) -> None:
         dry_run(grid(tmp_path, "kv_pages", [3, 40], {}), OPTIONS, None)
 
 
-def test_a_dry_run_knows_the_number_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specbatch.engine.ranks.ranks.find_device", torch.device)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+def test_a_dry_run_knows_the_number_of_gpus(tmp_path: Path, use_gpus: Any) -> None:
+    use_gpus(1)
     configs = grid(tmp_path, "tensor_parallel", [1, 2], {})
     for name, config in configs.items():
         object.__setattr__(config, "device", "cuda" if "2" in name else "cpu")

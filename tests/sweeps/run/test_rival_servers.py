@@ -21,9 +21,9 @@ SOMETIMES = ((3, 2), (0, 0), (3, 3))  # as n-gram lookup drafts
 
 
 @pytest.fixture(autouse=True)
-def tokenizer(monkeypatch):
+def tokenizer(use_tokenizer):
     opened = types.SimpleNamespace(name="org/toy", vocab_size=256, eos_ids=frozenset(), bos_id=1)
-    monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: opened)
+    use_tokenizer(opened)
 
 
 def measured(server: Rival, tokens: int = 10, count: int = 4, **settings):
@@ -207,7 +207,6 @@ def test_errors(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_cache_is_emptied_when_the_server_is_idle(kind, monkeypatch):
-    monkeypatch.setattr(server_cache, "RETRY_S", 0.0)
     path = "/flush_cache" if kind == "sglang" else "/reset_prefix_cache"
     server = Rival(kind, busy=2)
     _, record = measured(server, count=1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from crossed import crossed
 from fused_gemm import numbers
+from watched_calls import Watch
 
 from specbatch.kernels.elementwise.activations import silu_and_mul
 from specbatch.kernels.gemm.dense import skinny_gemm_triton
@@ -24,7 +25,7 @@ ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no
 @pytest.mark.parametrize("skinny", [False, True])
 @pytest.mark.parametrize(("n", "k", "rows"), crossed(SHAPES, [1, 17, 40]))
 def test_matches_float64(
-    monkeypatch: pytest.MonkeyPatch,
+    skinny_up_to: Callable[[int], None],
     n: int,
     k: int,
     rows: int,
@@ -32,7 +33,7 @@ def test_matches_float64(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    monkeypatch.setattr(skinny_gemm_triton, "is_skinny", lambda rows, weight: skinny)
+    skinny_up_to(rows if skinny else 0)
     kind = {"dtype": dtype, "device": device}
     x, weight = numbers(rows, k, seed=1, **kind), numbers(n, k, seed=2, **kind) / k**0.5
     bias, residual = numbers(n, seed=3, **kind), numbers(rows, n, seed=4, **kind)
@@ -81,9 +82,7 @@ def test_library_is_compared(device: torch.device, has_residual: bool) -> None:
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1024, 4096), (6144, 4096), (4096, 12288), (9000, 2048), (48, 40)])
 @pytest.mark.gpu
 @ON_GPU
-def test_bits_do_not_depend_on_the_rows_beside(
-    monkeypatch: pytest.MonkeyPatch, n: int, k: int, dtype: torch.dtype
-) -> None:
+def test_bits_do_not_depend_on_the_rows_beside(watch: Watch, n: int, k: int, dtype: torch.dtype) -> None:
     """With whichever of the three GEMMs is chosen, and with each of them."""
     kind = {"dtype": dtype, "device": torch.device("cuda")}
     x, weight = numbers(3000, k, seed=1, **kind), numbers(n, k, seed=2, **kind)
@@ -93,9 +92,7 @@ def test_bits_do_not_depend_on_the_rows_beside(
     plain = fixed_order_gemm(x, weight)
     order = torch.randperm(3000, generator=torch.Generator().manual_seed(0)).cuda()
     assert torch.equal(fixed_order_gemm(x[order], weight, bias, residual[order]), every[order])
-    chosen = set()
-    library = fixed_order.library
-    monkeypatch.setattr(fixed_order, "library", lambda *args: chosen.add("library") or library(*args))
+    chosen = watch(fixed_order, "library", before=lambda *_: "library")
     for rows in (1, 2, 7, 16, 17, 32, 33, 64, 65, 100, 128, 129, 200, 512, 1024):
         for some in (slice(0, rows), slice(3000 - rows, 3000)):
             found = fixed_order_linear(x[some], weight, bias, residual[some].clone())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from dtypes import HALVES
+from watched_calls import Watch
 
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.gemm.quantized import fp8_cublas, fp8_linear_triton
@@ -68,12 +69,10 @@ def activations(rows: int, k: int, dtype: torch.dtype, device: torch.device) -> 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("rows", "n", "k"), [(33, 640, 512), (66, 512, 1024), (128, 640, 512), (131, 512, 512)])
 def test_many_rows_match_reference(
-    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, n: int, k: int, dtype: torch.dtype, device: torch.device, watch: Watch
 ) -> None:
     weight, x = random_weight(n, k, device), activations(rows, k, dtype, device)
-    calls = []
-    real = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: calls.append(1) or real(*args, **options))
+    calls = watch(torch, "_scaled_mm", before=lambda *_, **__: 1)
     expected = x.dequantize().double() @ weight.dequantize(torch.float64).t()
 
     def check(y: torch.Tensor, expected: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from watched_calls import Watch
 
 from specbatch.kernels.elementwise import elementwise_triton
 from specbatch.kernels.gemm.quantized import fp8_activations, fp8_quantize_triton
@@ -155,10 +156,9 @@ def test_nan_propagates_through_fused_quantization(device: torch.device) -> None
 
 
 def test_quantize_fp8_dispatches_to_kernels(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, force_kernels: Callable[[bool], None]
+    device: torch.device, watch: Watch, force_kernels: Callable[[bool], None]
 ) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(fp8_quantize_triton, "quantize_fp8", lambda x: seen.append(len(x)))
+    seen = watch(fp8_quantize_triton, "quantize_fp8", before=len)
     force_kernels(True)
     quantize_fp8(torch.zeros(3, 5))
     force_kernels(False)
