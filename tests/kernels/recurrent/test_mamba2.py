@@ -285,7 +285,8 @@ def test_verify_does_not_round_states(device: torch.device, twin: Twin) -> None:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_matches_transformers(groups: int) -> None:
-    """The mixer of Nemotron-H; steps stay above its clamp. One chunk: before 5.15 the result depends on its size."""
+    """The mixer of Nemotron-H; steps stay above its clamp, and there is one chunk: transformers before
+    5.15 computes other values with more."""
     modeling = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
     config = modeling.NemotronHConfig(
         hidden_size=32, mamba_num_heads=6, mamba_head_dim=8, n_groups=groups, ssm_state_size=16, conv_kernel=4,
