@@ -10,6 +10,7 @@ import pytest
 import torch
 from stand_ins import random_draft_lengths
 from targets import Targets
+from watched_calls import Watch, watch_with
 
 from specbatch import Engine, SamplingParams
 from specbatch.engine.device.device_worker import CALLS, DeviceWorker
@@ -29,23 +30,22 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     return [tensor for item in result or () for tensor in tensors_of(item)]
 
 
-def record(worker: DeviceWorker, patch: pytest.MonkeyPatch) -> list[tuple[bytes, list[torch.Tensor]]]:
+def record(worker: DeviceWorker, watch: Watch) -> list[tuple[bytes, list[torch.Tensor]]]:
     """Filled in as the worker is called: each call, pickled before it ran, and copies of its results."""
     calls: list[tuple[bytes, list[torch.Tensor]]] = []
 
-    def recorded(name: str) -> Any:
-        method = getattr(worker, name)
+    running: list[bytes] = []
 
-        def call(*arguments: Any) -> Any:
-            data = pickle.dumps((name, arguments))
-            result = method(*arguments)
-            calls.append((data, [tensor.clone() for tensor in tensors_of(result)]))
-            return result
-
-        return call
+    def end(result: Any, *_: Any) -> None:
+        calls.append((running.pop(), [tensor.clone() for tensor in tensors_of(result)]))
 
     for name in CALLS:
-        patch.setattr(worker, name, recorded(name))
+        watch(
+            worker,
+            name,
+            before=lambda *arguments, name=name: running.append(pickle.dumps((name, arguments))),
+            after=end,
+        )
     return calls
 
 
@@ -80,7 +80,7 @@ def test_replayed_calls_give_the_same_tensors(
         random_draft_lengths(monkeypatch)
     first, second = (targets.engine(target, drafter, schedule, prefill_chunk=16, page_size=2) for _ in range(2))
     with monkeypatch.context() as patch:
-        calls = record(first.parts.worker, patch)
+        calls = record(first.parts.worker, watch_with(patch))
         run(first, targets.prompts(target))
     seen = set()
     with torch.inference_mode():
@@ -99,7 +99,7 @@ def test_replayed_calls_give_the_same_tensors(
 def test_a_replay_with_another_seed_differs(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (targets.engine("llama", "ngram", "v1") for _ in range(2))
     with monkeypatch.context() as patch:
-        calls = record(first.parts.worker, patch)
+        calls = record(first.parts.worker, watch_with(patch))
         first.generate(targets.prompts("llama"), SamplingParams(temperature=1.5, max_new_tokens=9, ignore_eos=True))
     with torch.inference_mode():
         for data, _ in calls:
