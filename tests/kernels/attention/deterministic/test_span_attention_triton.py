@@ -99,7 +99,7 @@ def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.d
     assert changed == [[0, 0], [int(case.table[0, -1]), PAGE - 1]]
 
 
-@pytest.mark.parametrize(("left", "window"), first_quick(2, [(5, None), (9, 3), (9, None), (9, 200)]))
+@pytest.mark.parametrize(("left", "window"), first_quick(1, [(5, None), (9, 3), (9, None), (9, 200)]))
 def test_nodes_of_a_tree_are_computed_as_chains(
     dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None], left: int, window: int | None
 ) -> None:
