@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes, weight_shapes
+from specbatch.models.grouped_source import GroupedSource
 from specbatch.text.tokenizer import ByteTokenizer, Tokenizer
 from specbatch.weights.shapes import SHAPES
 
@@ -52,6 +53,7 @@ class DummyCheckpoint:
         self.name = name
         self.origin = f"random weights, seed {seed}"
         self.mtp: dict[str, tuple[int, ...]] = {}
+        self.grouped: GroupedSource | None = None
         self._seed = seed
         self._device = device
         self._dtype_name = "float32" if device == "cpu" else config.dtype or "float32"

@@ -16,6 +16,7 @@ from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.format import SCALES, is_unused_scale, scaled
 from specbatch.models.formats.registry import FILE_TYPES, FORMATS
 from specbatch.models.formats.settings import KEY
+from specbatch.models.grouped_source import GroupedSource
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights.checkpoint import Log, Read, read_config
 
@@ -90,6 +91,7 @@ class FolderCheckpoint:
         self.folder = folder
         self.name = name
         self.origin = origin
+        self.grouped: GroupedSource | None = None
         self._tokenizer = tokenizer
         self._log = log
         if not (folder / "config.json").is_file():
