@@ -27,10 +27,11 @@ LANES = 16  # floats of a vector here; LLVM makes two of it where the processor 
 _OPENMP = ("libgomp", "libiomp", "libomp")
 
 
+@cache
 def missing() -> str | None:
     """Why there are no such functions on this machine; None if there are."""
     if find_spec("llvmlite") is None:
-        return "llvmlite is not installed; pip install 'specbatch[cpu]'"
+        return "llvmlite is not installed; pip install llvmlite"
     if _openmp() is None:
         return "this build of torch has no OpenMP"
     if _is_x86() and not _features().get("fma"):
@@ -43,15 +44,20 @@ class Native:
 
     def __init__(self, build: Callable[[Code], None]) -> None:
         self._engine, self._address = _compile(build)
-        self._run = _openmp()
-        assert self._run is not None
+        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._address)
+        parallel = _openmp()
+        assert parallel is not None
+        self._parallel = parallel
 
     def __call__(self, work: int, *arguments: int) -> None:
         """arguments: sizes, and addresses of tensors, from the second word on; the first counts the work done, up to
         `work`. A single piece runs on the calling thread."""
-        assert self._run is not None
         words = (ctypes.c_int64 * (1 + len(arguments)))(0, *arguments)
-        self._run(self._address, ctypes.addressof(words), min(work, torch.get_num_threads()), 0)
+        threads = min(work, torch.get_num_threads())
+        if threads > 1:
+            self._parallel(self._address, ctypes.addressof(words), threads, 0)
+        else:
+            self._alone(ctypes.addressof(words))
 
 
 class Code:

@@ -12,14 +12,16 @@ from specbatch.kernels.common.native import LANES, Code, Native
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`rms_norm_ref` of x [T, H], weight [H], both float32, H a multiple of 16."""
     x, out = x.contiguous(), torch.empty_like(x)
-    _rms_norm(eps)(len(x), x.data_ptr(), weight.data_ptr(), out.data_ptr(), len(x), x.shape[1])
+    rows, columns = x.shape
+    _rms_norm(eps)(rows, x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, columns)
     return out
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu_and_mul_ref` of gate_up float32 [T, 2 * I], I a multiple of 16."""
-    out = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-    _silu_and_mul()(len(out), gate_up.contiguous().data_ptr(), out.data_ptr(), len(out), out.shape[1])
+    gate_up, rows, columns = gate_up.contiguous(), gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, columns)
+    _silu_and_mul()(rows, gate_up.data_ptr(), out.data_ptr(), rows, columns)
     return out
 
 

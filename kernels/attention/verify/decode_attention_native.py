@@ -35,8 +35,8 @@ class NativeDecodeAttention:
         if not _takes(inputs):
             return self._other(inputs, mask)
         queries, slots = self._queries, self._slots
-        batch, group = len(slots), heads.count // heads.kv
-        out = qkv.new_empty(len(qkv), heads.count * heads.dim)
+        (batch, keys), group = slots.shape, heads.count // heads.kv
+        out = qkv.new_empty(qkv.shape[0], heads.count * heads.dim)
         scratch = qkv.new_empty(batch * heads.kv * queries.num_queries * group * (2 * heads.dim + 2))
         norms = (heads.q_norm, heads.k_norm)
         tensors = (
@@ -50,9 +50,9 @@ class NativeDecodeAttention:
             batch,
             queries.num_queries,
             heads.kv,
-            slots.shape[1],
+            keys,
             mask.causal,
-            mask.window or slots.shape[1],
+            mask.window or keys,
         )
         return out
 
