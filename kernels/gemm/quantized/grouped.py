@@ -22,7 +22,6 @@ from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.quantized.weight import UnfusedLinear, Weight
 
 TILE = 32  # outputs that are stored together
-_INPUTS = 16  # a group is a multiple
 
 
 def runs_on(device: torch.device) -> bool:
@@ -102,7 +101,7 @@ class GroupedLinear(UnfusedLinear):
 
     def gated(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         y = self(x, norm=norm)
-        return native_silu_and_mul(y) if _is_plain(y) else silu_and_mul(y)
+        return native_silu_and_mul(y) if _is_plain(y) and y.shape[1] % TILE == 0 else silu_and_mul(y)
 
     def _gemm(self, x: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
         rows, count, (outputs, inputs) = x.float().contiguous(), x.shape[0], self.shape  # len(x) takes microseconds
