@@ -21,7 +21,7 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
 from specbatch.models.formats.format import Shapes
-from specbatch.models.grouped_source import GroupedSource
+from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.partition import scores
 from specbatch.models.rope import Rope

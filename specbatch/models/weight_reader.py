@@ -17,7 +17,7 @@ from specbatch.kernels.gemm.quantized.weight import Weight, concat_outputs, stac
 from specbatch.models.config import ModelConfig
 from specbatch.models.formats.format import PLAIN, SCALES, Format, Shape
 from specbatch.models.formats.fp8 import FP8Weights
-from specbatch.models.grouped_source import GroupedSource
+from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.partition import RowParallelLinear, VocabParallelHead, part_of, vocabulary_part
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, head_dim] of rope

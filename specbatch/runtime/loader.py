@@ -21,7 +21,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, parameter_count, tensor_shapes, weight_shapes
 from specbatch.models.formats.format import Format, MatrixShape, Shapes
 from specbatch.models.formats.fp8 import FP8Weights
-from specbatch.models.grouped_source import GroupedSource
+from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.partition import rows_per_rank
 from specbatch.models.weight_reader import Reader
 from specbatch.progress.bars import Stages

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from specbatch.errors import refuse
 from specbatch.files.text_files import read_json
 from specbatch.models.config import ModelConfig
-from specbatch.models.grouped_source import GroupedSource
+from specbatch.models.formats.grouped import GroupedSource
 
 if TYPE_CHECKING:
     import torch

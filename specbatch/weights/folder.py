@@ -14,9 +14,9 @@ from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.format import SCALES, is_unused_scale, scaled
+from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.formats.registry import FILE_TYPES, FORMATS
 from specbatch.models.formats.settings import KEY
-from specbatch.models.grouped_source import GroupedSource
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights.checkpoint import Log, Read, read_config
 

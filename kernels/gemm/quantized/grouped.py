@@ -19,9 +19,8 @@ from specbatch.kernels.elementwise.elementwise_native import rms_norm as native_
 from specbatch.kernels.elementwise.elementwise_native import silu_and_mul as native_silu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Norm
+from specbatch.kernels.gemm.quantized.grouped_native import TILE, gemm
 from specbatch.kernels.gemm.quantized.weight import UnfusedLinear, Weight
-
-TILE = 32  # outputs that are stored together
 
 
 def runs_on(device: torch.device) -> bool:
@@ -73,8 +72,6 @@ class GroupedLinear(UnfusedLinear):
 
     @cached_property
     def _run(self) -> Native:
-        from specbatch.kernels.gemm.quantized.grouped_native import gemm
-
         return gemm(self._bits, self._group, self._scales.dtype == torch.float16, self._offsets is not None)
 
     @property

@@ -11,11 +11,11 @@ from functools import cache, reduce
 from typing import TYPE_CHECKING
 
 from specbatch.kernels.common.native import LANES, Code, Native, has_wide_vectors
-from specbatch.kernels.gemm.quantized.grouped import TILE
 
 if TYPE_CHECKING:
     from llvmlite import ir
 
+TILE = 2 * LANES  # outputs that are stored together
 _BLOCK = 128  # inputs of a tile that are dequantized at a time for several rows
 _UNROLLED = 4
 
