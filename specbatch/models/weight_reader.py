@@ -102,8 +102,10 @@ class Reader:
 
     def output_matrix(self, name: str, tokens: int, tied: torch.Tensor | None = None) -> Linear:
         """An output matrix [tokens, hidden_size], divided over the ranks by rows. tied: the embedding, if it is one."""
-        if (kept := self._in_groups(name if tied is None else self.config.names.embedding)) is not None:
-            return kept.linear()
+        if self.grouped is not None:
+            kept = self._in_groups(name if tied is None else self.config.names.embedding)
+            if kept is not None:
+                return kept.linear()
         if self.ranks is None:
             return Linear(self(name, tokens, self.config.hidden_size) if tied is None else tied)
         part = vocabulary_part(self.read(name) if tied is None else tied, self.ranks.rank, self.ranks.size)
@@ -206,7 +208,8 @@ class Reader:
         if order is not None:
             found = found.map_outputs(lambda part, rows: order(part))
         if found.is_quantized and not (self._format and self._format.keeps(name, self.device)):
-            return Weight(found.dequantize(self.dtype))
+            grouped = found.grouped() if self._format and self._format.keeps_groups(name, self.device) else None
+            return grouped or Weight(found.dequantize(self.dtype))
         return found
 
     def _in_groups(self, name: str) -> GroupedWeight | None:

@@ -74,13 +74,16 @@ def grouped_line(checkpoint: Checkpoint, device: torch.device, kept: GroupedSour
 def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
     """Weights that stay quantized in memory, and their bytes including scales."""
     stored = config.format_except_ends
-    if stored is None or not stored.runs_on(device):
+    if stored is None:
         return {}
-    return {
-        name: stored.memory(shape)
-        for name, shape in weight_shapes(config).items()
-        if stored.is_quantized(name, shape) and stored.keeps(name, device) and not config.may_dequantize(name, shape)
-    }
+    found = {}
+    for name, shape in weight_shapes(config).items():
+        if stored.is_quantized(name, shape) and not config.may_dequantize(name, shape):
+            if stored.keeps(name, device):
+                found[name] = stored.memory(shape)
+            elif stored.keeps_groups(name, device):
+                found[name] = stored.group_memory(shape) or 0
+    return found
 
 
 def saved_by_fp8(config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> int:
@@ -96,7 +99,8 @@ def saved_by_fp8(config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> int
 
 def dequantized_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Memory of the largest weight that is dequantized for a GEMM of many rows."""
-    if config.quantization is None or not config.quantization.dequantizes_for_gemm:
+    stored = config.quantization
+    if stored is None or not stored.dequantizes_for_gemm or not stored.runs_on(device):
         return 0
     kept, shapes = kept_quantized(config, device), weight_shapes(config)
     joined = 2  # weights of one matrix: gate and up
@@ -127,8 +131,9 @@ def quantization_lines(
     name, device = str(model.dtype).removeprefix("torch."), model.device
 
     def stored(form: Format | type[Format]) -> str:
-        kept = "kept" if form.runs_on(device) else f"dequantized to {name}, as this device has no {form.name} GEMM"
-        return f"{form.name} weights: {kept}"
+        if form.runs_on(device) or (isinstance(form, Format) and form.keeps_groups("", device)):
+            return f"{form.name} weights: kept"
+        return f"{form.name} weights: dequantized to {name}, as this device has no {form.name} GEMM"
 
     if loads[0] and model.config.quantization is not None:
         line = stored(model.config.quantization)

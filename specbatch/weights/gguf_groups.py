@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specbatch.kernels.gemm.quantized.grouped import GroupedWeight
+from specbatch.kernels.gemm.quantized.grouped import GroupedWeight, shortest
 from specbatch.weights.gguf_tensors import unpermute
 
 if TYPE_CHECKING:
-    import torch
-
     from specbatch.weights.gguf_header import GgufTensor
 
 Array = np.ndarray[Any, Any]
@@ -45,14 +43,7 @@ def grouped_weight(tensor: GgufTensor, permuted_heads: int | None = None) -> Gro
     with np.errstate(all="ignore"):  # of scales that are not finite
         found = read(rows.reshape(-1, GGML_QUANT_SIZES[tensor.kind][1]))
     values, scales, offsets = (torch.from_numpy(part.reshape(len(rows), -1)) for part in found)
-    return GroupedWeight(values.view(torch.int8), *_shortest(scales, offsets))
-
-
-def _shortest(*parts: torch.Tensor) -> list[torch.Tensor]:
-    """In float16 if that changes no number."""
-    shorter = [part.half() for part in parts]
-    same = all(bool((short == part).all()) for short, part in zip(shorter, parts, strict=True))
-    return shorter if same else list(parts)
+    return GroupedWeight(values.view(torch.int8), *shortest(scales, offsets))
 
 
 def _floats(blocks: Array, first: int) -> Array:

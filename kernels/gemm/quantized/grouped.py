@@ -49,8 +49,18 @@ class GroupedWeight(Weight):
         parts = self.shape[-1] // self.scales.shape[-1] // inputs
         return GroupedWeight(self.values, *(part.repeat_interleave(parts, -1) for part in self.tensors[1:]))
 
+    def grouped(self) -> GroupedWeight:
+        return self
+
     def linear(self, bias: torch.Tensor | None = None) -> GroupedLinear:
         return GroupedLinear(self, bias)
+
+
+def shortest(*parts: torch.Tensor) -> list[torch.Tensor]:
+    """In float16 if that changes no number."""
+    shorter = [part.half() for part in parts]
+    same = all(bool((short == part).all()) for short, part in zip(shorter, parts, strict=True))
+    return shorter if same else list(parts)
 
 
 class GroupedLinear(UnfusedLinear):

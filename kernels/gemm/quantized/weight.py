@@ -62,6 +62,10 @@ class Weight:
         assert self.block[1] == inputs, f"{type(self).__name__} is not divided"
         return self
 
+    def grouped(self) -> Weight | None:
+        """The same as a `GroupedWeight`, for the GEMMs of a CPU; None if it has no such form."""
+        return None
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [..., out, in] in this type, cast once."""
         return self.values.to(dtype)
