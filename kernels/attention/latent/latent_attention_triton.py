@@ -49,7 +49,7 @@ def tile_for(rows: int, item: int) -> LatentTile:
 
 @triton.jit(do_not_specialize=["n", "first_node"])
 def latent_attention_kernel(
-    q, k_cache, v_cache, out, partials, logs, page_table, tiles, bounds, slots, lengths, ancestors,
+    q, k_cache, v_cache, k_scale, v_scale, out, partials, logs, page_table, tiles, bounds, slots, lengths, ancestors,
     n, first_node, capacity, width, bounds_stride, scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
@@ -95,6 +95,11 @@ def latent_attention_kernel(
     share = tl.cdiv(tl.cdiv(keys, splits), BLOCK_N) * BLOCK_N
     begin = split * share
     end = tl.minimum(begin + share, keys)
+    latent_scale, turned_scale = scale, scale
+    if v_scale is not None:  # latents are keys, too
+        latent_scale = scale * tl.load(v_scale)
+    if k_scale is not None:
+        turned_scale = scale * tl.load(k_scale)
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -107,7 +112,9 @@ def latent_attention_kernel(
         turned = tl.load(k_cache + slot[:, None] * ROPE + turning[None, :], exists[:, None] & turns[None, :], 0.0)
         latent, turned = latent.to(q_latent.dtype), turned.to(q_latent.dtype)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision="ieee") * scale
+        if (k_scale is not None) | (v_scale is not None):
+            scores *= latent_scale / turned_scale
+        scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision="ieee") * turned_scale
         if ancestors is not None:
             node = key - length
             bit = (word[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]) & 1
@@ -123,6 +130,8 @@ def latent_attention_kernel(
         acc = tl.dot(weights.to(latent.dtype), latent, acc * fade[:, None], input_precision="ieee")
         peak = higher
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if v_scale is not None:
+        acc *= tl.load(v_scale)
     target = (first_token + token) * HEADS + head
     mask = live[:, None] & inside[None, :]
     if splits == 1:
@@ -214,7 +223,7 @@ def _attend(
 ) -> torch.Tensor:
     """q: from `inputs`, whose keys are written. tokens: of each sequence of `queries`, or of a tile of `spans`, which
     come with their tiles."""
-    _, heads, _, k_cache, v_cache = inputs
+    _, heads, _, k_cache, v_cache, k_scale, v_scale = inputs
     assert isinstance(heads, LatentLayout)
     rows, rank, rope = len(q) * heads.count, heads.rank, heads.dim - heads.rank
     out = torch.empty(len(q), heads.count * rank, dtype=q.dtype, device=q.device)
@@ -230,8 +239,8 @@ def _attend(
         else (queries.slots, queries.lengths, queries.ancestors, queries.first_node)
     )
     latent_attention_kernel[grid](
-        q, k_cache, v_cache, out, partials, logs, page_table, tiles, table, slots, lengths, ancestors,
-        tokens, first, capacity, page_table.shape[1], 0 if table is None else table.stride(0),
+        q, k_cache, v_cache, k_scale, v_scale, out, partials, logs, page_table, tiles, table, slots, lengths,
+        ancestors, tokens, first, capacity, page_table.shape[1], 0 if table is None else table.stride(0),
         heads.scale * _LOG2E.value, HEADS=heads.count, RANK=rank, ROPE=rope, BLOCK_R=block,
         BLOCK_P=tile_side(rope), PAGE=k_cache.shape[1], BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, TOKENS=tokens, num_warps=tile.warps, num_stages=tile.stages,

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
+from specbatch.kernels.attention.stored_kv_triton import to_stored
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
     Tile,
@@ -127,13 +128,14 @@ def _fresh(
 
 @triton.jit
 def verify_attention_kernel(
-    qkv, out, k_cache, v_cache, page_table, rows, lengths, firsts, positions, ancestors, q_norm, k_norm, sinks, cos,
-    sin, partials, arrivals, n, first_node, capacity, width, window, eps, scale,
+    qkv, out, k_cache, v_cache, k_scale, v_scale, page_table, rows, lengths, firsts, positions, ancestors, q_norm,
+    k_norm, sinks, cos, sin, partials, arrivals, n, first_node, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, GROWN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PADDED: tl.constexpr = 2 * HALF
+    kept: tl.constexpr = k_cache.dtype.element_ty
     WIDTH: tl.constexpr = KV * (GROUP if SHARED else GROUP + 2) * DIM  # of a row of qkv
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
@@ -174,6 +176,12 @@ def verify_attention_kernel(
         word = tl.load(ancestors + token, live, 0)
     q_one = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
     q_two = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
+    k_by, v_by = k_scale, v_scale
+    if k_scale is not None:
+        k_by = tl.load(k_scale + head)
+        scale = scale * k_by
+    if v_scale is not None:
+        v_by = tl.load(v_scale + head)
     one = tl.zeros([BLOCK_M, HALF], tl.float32)
     two = tl.zeros([BLOCK_M, HALF], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -214,8 +222,8 @@ def verify_attention_kernel(
                     new = chunk * _NEW + tl.arange(0, _NEW)
                     if not SHARED:
                         a, b = _rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
-                        a, b = a.to(k_cache.dtype.element_ty), b.to(k_cache.dtype.element_ty)
-                        c, d = c.to(v_cache.dtype.element_ty), d.to(v_cache.dtype.element_ty)
+                        a, b = to_stored(a, k_by, kept), to_stored(b, k_by, kept)
+                        c, d = to_stored(c, v_by, kept), to_stored(d, v_by, kept)
                         if tile == 0:
                             stored = (new < n) & (length + new < capacity)
                             slot = kv_slot(pages, length + new, PAGE, stored)
@@ -254,6 +262,8 @@ def verify_attention_kernel(
         return
     total = tl.sum(weights, 1)
     inverse = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    if v_scale is not None:
+        inverse = inverse * v_by
     acc = _whole(one * inverse, two * inverse)
     both = tl.arange(0, PADDED)
     column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
@@ -321,7 +331,7 @@ def verify_attention(
     not write them. The writes of any earlier kernel are visible, because a GEMM lets the next kernel start only after
     its own wait, that is, when all kernels before it have ended.
     """
-    qkv, heads, positions, k_cache, v_cache = inputs
+    qkv, heads, positions, k_cache, v_cache, k_scale, v_scale = inputs
     n, first = queries.num_queries, queries.first_node
     batch, table_pages, page_size = len(queries.lengths), queries.page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
@@ -344,7 +354,7 @@ def verify_attention(
     if ancestors is not None and window is not None:
         ancestors = last_ancestors(ancestors, window)
     verify_attention_kernel[(tiles, splits, batch)](
-        qkv, out, k_cache, v_cache, queries.page_table, queries.slots, queries.lengths,
+        qkv, out, k_cache, v_cache, k_scale, v_scale, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts,
         positions if is_tree else None, ancestors,
         heads.q_norm, heads.k_norm, heads.sinks, heads.cos, heads.sin, partials, arrivals,
