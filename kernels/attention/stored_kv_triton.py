@@ -27,3 +27,38 @@ def from_stored(x, scale, kind: tl.constexpr):
     if scale is not None:
         x = x.to(tl.float32) * scale
     return x.to(kind)
+
+
+# A word has the pairs of two keys. Of both, the first values go to one word, and the second values to another.
+_UNPACK = tl.constexpr("""{
+.reg .b32 a;
+.reg .b16 low, high;
+prmt.b32 a, $2, 0, 0x3120;
+mov.b32 {low, high}, a;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+
+
+@triton.jit
+def fp8_pairs(pairs, kind: tl.constexpr):
+    """Pairs of e4m3 values in int16 -> the first of each and the second of each, float16 or float32."""
+    if kind == tl.float16:
+        first, second = tl.inline_asm_elementwise(
+            _UNPACK, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        first = (pairs & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(kind)
+        second = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(kind)
+    return first, second
+
+
+@triton.jit
+def scaled_to(one, two, kind: tl.constexpr):
+    """Rows of values one, two [R, W], divided by a power of two [R, 1] so that they fit into float16."""
+    x, y = one.to(tl.float32), two.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))[:, None]
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return (x * inverse).to(kind), (y * inverse).to(kind), (exponent << 23).to(tl.float32, bitcast=True)
