@@ -54,11 +54,7 @@ def fp8_pairs(pairs, kind: tl.constexpr):
 
 
 @triton.jit
-def scaled_to(one, two, kind: tl.constexpr):
-    """Rows of values one, two [R, W], divided by a power of two [R, 1] so that they fit into float16."""
-    x, y = one.to(tl.float32), two.to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(x), 1), tl.max(tl.abs(y), 1))[:, None]
-    exponent = largest.to(tl.int32, bitcast=True) >> 23
-    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return (x * inverse).to(kind), (y * inverse).to(kind), (exponent << 23).to(tl.float32, bitcast=True)
+def power_of_two(largest):
+    """That of float32 values >= 0, and its inverse, at most 2^126: a value divided by it is below 2."""
+    exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)

@@ -16,6 +16,7 @@ import triton.language as tl
 from specbatch.kernels.attention.qkv_triton import write_latent
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.stored_kv_triton import power_of_two
 from specbatch.kernels.attention.verify.verify_attention_configs import splits_for
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.common.sizes import cdiv, tile_side
@@ -100,6 +101,13 @@ def latent_attention_kernel(
         latent_scale = scale * tl.load(v_scale)
     if k_scale is not None:
         turned_scale = scale * tl.load(k_scale)
+    ratio = latent_scale / turned_scale
+    if (k_cache.dtype.element_ty == tl.float8e4nv) & (q_latent.dtype == tl.bfloat16):  # see `stored_kv_triton`
+        largest = tl.max(tl.abs(q_turned.to(tl.float32)), 1)
+        largest = tl.maximum(largest, tl.max(tl.abs(q_latent.to(tl.float32)), 1))
+        power, inverse = power_of_two(largest[:, None])
+        q_latent, q_turned = (q_latent * inverse).to(tl.float16), (q_turned * inverse).to(tl.float16)
+        turned_scale *= power
     acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -113,7 +121,7 @@ def latent_attention_kernel(
         latent, turned = latent.to(q_latent.dtype), turned.to(q_latent.dtype)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         if (k_scale is not None) | (v_scale is not None):
-            scores *= latent_scale / turned_scale
+            scores *= ratio
         scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision="ieee") * turned_scale
         if ancestors is not None:
             node = key - length

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
-from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, scaled_to, to_stored
+from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two, to_stored
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
     Tile,
@@ -77,6 +77,11 @@ def _rotate(one, two, cos, sin, norm, eps, DIM: tl.constexpr, HALF: tl.constexpr
 def _whole(one, two):
     """Heads [R, 2 * HALF] of their halves."""
     return tl.reshape(tl.permute(tl.join(one, two), (0, 2, 1)), (one.shape[0], 2 * one.shape[1]))
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
 
 
 @triton.jit
@@ -227,9 +232,9 @@ def verify_attention_kernel(
             )  # fmt: skip
             q_one, q_two = _rotate(x_one, x_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
             if PAIRS:
-                q_one, q_two, power = scaled_to(q_one, q_two, wide)
-                scale = scale * power
-                q_one, q_two = _in_pairs(q_one, q_two)
+                power, inverse = power_of_two(tl.maximum(_largest(q_one), _largest(q_two))[:, None])
+                q_one, q_two = _in_pairs((q_one * inverse).to(wide), (q_two * inverse).to(wide))
+                scale *= power
             if last:
                 new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
                 if sinks is not None:  # the first key, with a value of 0
