@@ -89,7 +89,12 @@ def test_tree_matches_reference(first: int, splits: int, kernel: Kernel) -> None
     compare(queries, layout("odd"), positions, kernel(queries, splits))
 
 
-@pytest.mark.parametrize("kernel", [default, spans])
+def high(queries: DecodeQueries, splits: int) -> DecodeAttention:
+    """Tiles of more query rows."""
+    return partial(latent_verify, queries, token_slots(queries), splits=splits, tile=LatentTile(64, 16, 1, 1))
+
+
+@pytest.mark.parametrize("kernel", [default, high, spans])
 def test_an_fp8_cache(kernel: Kernel) -> None:
     lengths = torch.tensor([11, 3])
     queries = DecodeQueries(page_table(), torch.tensor([2, 1]), lengths, 2, PAGE)
