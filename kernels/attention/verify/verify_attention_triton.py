@@ -373,7 +373,8 @@ def verify_attention(
     group, capacity = heads.count // heads.kv, table_pages * page_size
     half = tile_side(heads.dim // 2)
     padded = 2 * half
-    tile = tile or tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device)
+    fp8 = k_cache.element_size() == 1 < qkv.element_size() < 4
+    tile = tile or tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device, fp8=fp8)
     tiles = cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, tile.block_m, most_splits(capacity), qkv.device)
