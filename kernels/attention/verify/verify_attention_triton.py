@@ -8,6 +8,9 @@ takes the new keys from the qkv output and never reads them back from the cache,
 shared keys it does read them from the cache, where the kernel of an earlier layer has written them. The last program to
 arrive at a tile's counter adds the partial sums in the order of the splits. The first old keys are loaded before the
 previous kernel has ended, and the new ones are attended to while they arrive. Decoding is a verify of one row.
+
+Heads are multiplied in two parts, their halves, which RoPE pairs. Those of an FP8 cache are read as pairs of
+neighbouring channels (`stored_kv_triton`), and their parts are the first and the second channels of pairs.
 """
 
 from __future__ import annotations
@@ -86,7 +89,7 @@ def _largest(x):
 
 @triton.jit
 def _in_pairs(one, two):
-    """The first and the second of each pair of neighbours [R, HALF] of heads that come as their halves."""
+    """The first and the second channels of pairs [R, HALF], of heads that come as their halves."""
     return tl.split(tl.reshape(_whole(one, two), (one.shape[0], one.shape[1], 2)))
 
 
