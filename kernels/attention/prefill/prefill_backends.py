@@ -23,6 +23,7 @@ from specbatch.kernels.attention.deterministic.span_attention import span_prefil
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.stored_kv import gather_stored
 from specbatch.kernels.dispatch import is_deterministic
 
 NAMES = ("auto", "triton", "torch")
@@ -62,14 +63,16 @@ def prefill_backend(
     return TritonPrefill()
 
 
-def _packed(q: torch.Tensor, new: torch.Tensor | None, cache: torch.Tensor, spans: RaggedBatch) -> torch.Tensor:
-    """Keys (or values) of all spans, span by span: [sum of ends, kv, dim], in the type of q."""
-    if spans.fresh and new is not None:
-        return new
-    flat = cache.flatten(0, 1)
-    if cache.dtype.itemsize == 1:  # few operations support FP8
-        return flat.view(torch.uint8).index_select(0, spans.key_slots).view(cache.dtype).to(q.dtype)
-    return flat.index_select(0, spans.key_slots)
+def _packed(inputs: PrefillInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of all spans, span by span: [sum of ends, kv, dim], in the type of q."""
+    q, k_new, v_new, k_cache, v_cache, spans, _, _, _, k_scale, v_scale = inputs
+    if spans.fresh and k_new is not None and v_new is not None:
+        return k_new, v_new
+    k, v = (
+        gather_stored(cache.flatten(0, 1), spans.key_slots, q.dtype, scale)
+        for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
+    )
+    return k, v
 
 
 class TritonPrefill:
@@ -93,22 +96,22 @@ class _Torch:
     recordable = False
 
     def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
-        q, k_new, v_new, k_cache, v_cache, spans, window, _, sinks = inputs
+        q, _, _, k_cache, v_cache, spans, window, _, sinks, *scales = inputs
         fused = q.device.type == "cuda" and q.dtype in HALVES and sinks is None
         if fused and q.shape[2] % 8 == 0 and q.shape[2] <= 256:
             attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
-                q, _packed(q, k_new, k_cache, spans), _packed(q, v_new, v_cache, spans),
+                q, *_packed(inputs),
                 spans.query_bounds, spans.key_bounds, max(spans.counts), max(spans.ends), 0.0, True, False,
                 window_size_left=window - 1 if window else None, window_size_right=0 if window else None,
             )[0]  # fmt: skip
             return attended
         if is_deterministic():
-            return span_prefill_attention(q, k_cache, v_cache, spans, window, sinks)
+            return span_prefill_attention(q, k_cache, v_cache, spans, window, sinks, None, *scales)
         parts: list[torch.Tensor] = []
         # On a GPU the fused kernels may round float32 to tf32; on a CPU they do not.
         allowed = sdpa_kernel(SDPBackend.MATH) if q.device.type == "cuda" else nullcontext()
         with allowed:
             for rows, row, start, end in zip(q.split(spans.counts), spans.rows, spans.starts, spans.ends, strict=True):
                 pages = spans.page_table[row, : -(-end // spans.page_size)]
-                parts.append(prefill_attention_ref(rows, k_cache, v_cache, pages, start, window, sinks))
+                parts.append(prefill_attention_ref(rows, k_cache, v_cache, pages, start, window, sinks, *scales))
         return torch.cat(parts)
