@@ -22,7 +22,6 @@ from specbatch.errors import refuse
 from specbatch.kernels.attention.deterministic.span_attention import span_prefill_attention
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.queries import PrefillInputs
-from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.stored_kv import gather_stored
 from specbatch.kernels.dispatch import is_deterministic
 
