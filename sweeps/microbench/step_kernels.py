@@ -38,7 +38,8 @@ def tables(
     speculation = Speculation() if algorithm == "none" else Speculation(algorithm, "v2", **drafts)
     config = EngineConfig(
         model=model, load_format="dummy", max_running=batch, max_model_len=context + 2 * LONG, prefix_cache=False,
-        prefill_chunk=8192, kv_dtype=kv_dtype, speculation=speculation, graphs=Graphs(decode="whole", prefill="piecewise"),
+        prefill_chunk=8192, kv_dtype=kv_dtype, speculation=speculation,
+        graphs=Graphs(decode="whole", prefill="piecewise"),
     )  # fmt: skip
     with Engine(config) as engine:
         yield Table(_rows(engine, batch, context, most), f"A decode step of {model}, {batch} x {context} tokens")
