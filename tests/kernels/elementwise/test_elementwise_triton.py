@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from dtypes import DTYPES
 
 from specbatch.kernels.attention.paged_attention import write_kv_ref
-from specbatch.kernels.attention.qkv import split_qkv_rope_ref
+from specbatch.kernels.attention.qkv import split_qkv_rope_ref, split_qkv_rope_write_ref
 from specbatch.kernels.attention.qkv_triton import split_qkv_rope
 from specbatch.kernels.attention.queries import AttentionInputs, QKVLayout
 from specbatch.kernels.elementwise.elementwise_triton import (
@@ -106,6 +106,22 @@ def test_split_qkv_rope(
     assert torch.equal(q_alone, q_new)
     assert [tuple(part.shape) for part in none] == [(rows, 0, dim)] * 2
     assert all(cache.isnan().all() for cache in unused)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_qkv_rope_with_offsets_of_keys(device: torch.device, dtype: torch.dtype) -> None:
+    """They are subtracted from the keys that are stored and from those that are returned, and from nothing else."""
+    rows, count, kv, dim = 21, 9, 3, 24
+    heads = replace(make_heads(device, dtype, count, kv, dim, True), k_offset=torch.randn(kv, dim, device=device) * 30)
+    qkv = torch.randn(rows, (count + 2 * kv) * dim, device=device).to(dtype)
+    positions = torch.randint(64, (rows,), device=device)
+    slots = torch.randperm(40, device=device)[:rows]
+    scale = torch.tensor([1.0, 4.0, 0.5], device=device)
+    ours, theirs = ([torch.zeros(10, 4, kv, dim, dtype=dtype, device=device) for _ in range(2)] for _ in range(2))
+    found = split_qkv_rope(AttentionInputs(qkv.clone(), heads, positions, *ours, scale, scale), slots)
+    expected = split_qkv_rope_write_ref(AttentionInputs(qkv, heads, positions, *theirs, scale, scale), slots)
+    for one, other in zip([*found, *ours], [*expected, *theirs], strict=True):
+        close(one, other)
 
 
 def test_split_qkv_rope_with_fp8_cache(device: torch.device) -> None:
