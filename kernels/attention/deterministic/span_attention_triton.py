@@ -27,6 +27,7 @@ import triton.language as tl
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.stored_kv_triton import power_of_two
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
@@ -303,6 +304,9 @@ def span_attention_kernel(
     inside = (column < DIM)[None, :]
     source = q + ((offset + token) * q_stride + query_head * DIM)[:, None] + column[None, :]
     queries = tl.load(source, mask=real[:, None] & inside, other=0.0)
+    if (k_cache.dtype.element_ty == tl.float8e4nv) & (queries.dtype == tl.bfloat16):  # see `stored_kv_triton`
+        power, inverse = power_of_two(tl.max(tl.abs(queries.to(tl.float32)), 1)[:, None])
+        queries, scale = (queries * inverse).to(tl.float16), scale * power
     newest = (start + token)[:, None]  # the last key that a row sees
     last = tl.minimum(start + first + TOKENS, stop)
     lineage = lineages

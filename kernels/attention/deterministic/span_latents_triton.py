@@ -31,6 +31,7 @@ from specbatch.kernels.attention.deterministic.span_attention_triton import (
 from specbatch.kernels.attention.qkv import write_latent
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.stored_kv_triton import power_of_two
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
@@ -150,6 +151,13 @@ def span_latents_kernel(
         latent_scale = scale * tl.load(v_scale)
     if k_scale is not None:
         turned_scale = scale * tl.load(k_scale)
+    ratio = latent_scale / turned_scale
+    if (k_cache.dtype.element_ty == tl.float8e4nv) & (queries.dtype == tl.bfloat16):  # see `stored_kv_triton`
+        largest = tl.max(tl.abs(turned_queries.to(tl.float32)), 0)
+        largest = tl.maximum(largest, tl.max(tl.abs(queries.to(tl.float32)), 0))
+        power, inverse = power_of_two(largest[None, :])
+        queries, turned_queries = (queries * inverse).to(tl.float16), (turned_queries * inverse).to(tl.float16)
+        turned_scale *= power
     ones = tl.full([64, KEYS], 1.0, queries.dtype)  # 64 rows of an instruction
     acc, top = tl.zeros([BLOCK_R, ROWS], tl.float32), tl.full([1, ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([64, ROWS], tl.float32)  # in every row
@@ -166,7 +174,7 @@ def span_latents_kernel(
         latent, turned = latent.to(queries.dtype), turned.to(queries.dtype)
         scores = tl.dot(latent, queries, input_precision="ieee")
         if (k_scale is not None) | (v_scale is not None):
-            scores *= latent_scale / turned_scale
+            scores *= ratio
         scores = tl.dot(turned, turned_queries, scores, input_precision="ieee") * turned_scale
         scores = tl.where(key[:, None] <= newest, scores, float("-inf"))
         # Keys that a row does not see change nothing: its maximum stays, and 0 is added.

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.attention.queries import PrefillInputs
+from specbatch.kernels.common.e4m3_triton import dequantize_e4m3
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 
@@ -196,6 +197,8 @@ def prefill_attention_kernel(
             else:
                 k = tl.load(keys + place)
                 v = tl.load(values + place)
+            if keys.dtype.element_ty == tl.float8e4nv:
+                k, v = dequantize_e4m3(k, queries.dtype), dequantize_e4m3(v, queries.dtype)
         else:
             k, v = _bulk(keys, values, pages, offset, at, head, DIM, PAGE, SOURCE)
         acc, top, total = _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale, WINDOW)

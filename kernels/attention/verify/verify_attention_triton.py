@@ -8,6 +8,9 @@ takes the new keys from the qkv output and never reads them back from the cache,
 shared keys it does read them from the cache, where the kernel of an earlier layer has written them. The last program to
 arrive at a tile's counter adds the partial sums in the order of the splits. The first old keys are loaded before the
 previous kernel has ended, and the new ones are attended to while they arrive. Decoding is a verify of one row.
+
+Heads are multiplied in two parts, their halves, which RoPE pairs. Those of an FP8 cache are read as pairs of
+neighbouring channels (`stored_kv_triton`), and their parts are the first and the second channels of pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
-from specbatch.kernels.attention.stored_kv_triton import to_stored
+from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two, to_stored
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
     Tile,
@@ -77,6 +80,17 @@ def _rotate(one, two, cos, sin, norm, eps, DIM: tl.constexpr, HALF: tl.constexpr
 def _whole(one, two):
     """Heads [R, 2 * HALF] of their halves."""
     return tl.reshape(tl.permute(tl.join(one, two), (0, 2, 1)), (one.shape[0], 2 * one.shape[1]))
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
+
+
+@triton.jit
+def _in_pairs(one, two):
+    """The first and the second channels of pairs [R, HALF], of heads that come as their halves."""
+    return tl.split(tl.reshape(_whole(one, two), (one.shape[0], one.shape[1], 2)))
 
 
 @triton.jit
@@ -164,6 +178,13 @@ def verify_attention_kernel(
     # Halves of heads are loaded, rotated and multiplied apart from each other, each padded for itself.
     half = tl.arange(0, HALF)
     inside = half < DIM // 2
+    PAIRS: tl.constexpr = kept == tl.float8e4nv
+    wide: tl.constexpr = tl.float16 if qkv.dtype.element_ty == tl.bfloat16 and PAIRS else qkv.dtype.element_ty
+    if DIM == PADDED:
+        pair, in_pair = half, inside
+    else:
+        pair = half // (HALF // 2) * (DIM // 4) + half % (HALF // 2)
+        in_pair = half % (HALF // 2) < DIM // 4
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = row // GROUP
     live = node < n
@@ -174,8 +195,10 @@ def verify_attention_kernel(
     word = node.to(tl.int64)
     if ancestors is not None:
         word = tl.load(ancestors + token, live, 0)
-    q_one = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
-    q_two = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
+    q_one = tl.zeros([BLOCK_M, HALF], wide)
+    q_two = tl.zeros([BLOCK_M, HALF], wide)
+    if PAIRS:
+        scale = tl.zeros([BLOCK_M, 1], tl.float32) + scale
     k_by, v_by = k_scale, v_scale
     if k_scale is not None:
         k_by = tl.load(k_scale + head)
@@ -191,20 +214,30 @@ def verify_attention_kernel(
         old = key < end
         here = old[:, None] & inside
         place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + half
-        k_one, k_two = tl.load(k_cache + place, here, 0.0), tl.load(k_cache + place + DIM // 2, here, 0.0)
-        v_one, v_two = tl.load(v_cache + place, here, 0.0), tl.load(v_cache + place + DIM // 2, here, 0.0)
+        if PAIRS:
+            at = (page * PAGE + key % PAGE)[:, None] * (KV * DIM // 2) + head * (DIM // 2) + pair
+            both = old[:, None] & in_pair
+            k_one, k_two = fp8_pairs(tl.load(k_cache.to(tl.pointer_type(tl.int16)) + at, both, 0), wide)
+            v_one, v_two = fp8_pairs(tl.load(v_cache.to(tl.pointer_type(tl.int16)) + at, both, 0), wide)
+        else:
+            k_one, k_two = tl.load(k_cache + place, here, 0.0), tl.load(k_cache + place + DIM // 2, here, 0.0)
+            v_one, v_two = tl.load(v_cache + place, here, 0.0), tl.load(v_cache + place + DIM // 2, here, 0.0)
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
         # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
         if start == begin:
             wait_in_loop(PDL)
             query = token * WIDTH + (head * GROUP + row % GROUP) * DIM
-            q_one, q_two = _halves(qkv, query, live, DIM, HALF)
+            x_one, x_two = _halves(qkv, query, live, DIM, HALF)
             q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
             fresh = _fresh(
                 qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, root, length, head, 0,
                 tl.where(last, n, 0), KV, GROUP, DIM, HALF, PAGE, SHARED,
             )  # fmt: skip
-            q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
+            q_one, q_two = _rotate(x_one, x_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
+            if PAIRS:
+                power, inverse = power_of_two(tl.maximum(_largest(q_one), _largest(q_two))[:, None])
+                q_one, q_two = _in_pairs((q_one * inverse).to(wide), (q_two * inverse).to(wide))
+                scale *= power
             if last:
                 new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
                 if sinks is not None:  # the first key, with a value of 0
@@ -233,6 +266,9 @@ def verify_attention_kernel(
                             tl.store(k_cache + free + DIM // 2, b, fits)
                             tl.store(v_cache + free, c, fits)
                             tl.store(v_cache + free + DIM // 2, d, fits)
+                    if PAIRS:
+                        a, b = _in_pairs(a.to(wide), b.to(wide))
+                        c, d = _in_pairs(c.to(wide), d.to(wide))
                     visible = live[:, None] & (new < n)[None, :]
                     if ancestors is not None:
                         visible &= ((word[:, None] >> (first_node + new)[None, :]) & 1) == 1
@@ -264,7 +300,10 @@ def verify_attention_kernel(
     inverse = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     if v_scale is not None:
         inverse = inverse * v_by
-    acc = _whole(one * inverse, two * inverse)
+    if PAIRS:
+        acc = tl.reshape(tl.join(one * inverse, two * inverse), (BLOCK_M, PADDED))
+    else:
+        acc = _whole(one * inverse, two * inverse)
     both = tl.arange(0, PADDED)
     column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
     mask = live[:, None] & inside
@@ -337,7 +376,8 @@ def verify_attention(
     group, capacity = heads.count // heads.kv, table_pages * page_size
     half = tile_side(heads.dim // 2)
     padded = 2 * half
-    tile = tile or tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device)
+    fp8 = k_cache.element_size() == 1 < qkv.element_size() < 4
+    tile = tile or tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device, fp8=fp8)
     tiles = cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, tile.block_m, most_splits(capacity), qkv.device)
