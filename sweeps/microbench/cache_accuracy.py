@@ -86,7 +86,8 @@ def tables(
 
 def _config(base: EngineConfig, longest: int, dtype: str, questions: int) -> EngineConfig:
     running = min(max(questions, len(_NAMES)), 128)
-    return replace(base, dtype=dtype, max_model_len=longest, max_running=running, prefill_chunk=8192)
+    length = max(longest, 1536 if questions else 0)
+    return replace(base, dtype=dtype, max_model_len=length, max_running=running, prefill_chunk=8192)
 
 
 def _measure(config: EngineConfig, documents: list[Document], questions: int) -> Found:
