@@ -34,14 +34,13 @@ def read_cache_scales(checkpoint: Checkpoint) -> CacheScales | None:
     config, names = checkpoint.config, _names(checkpoint.config, checkpoint.cache)
     if not names:
         return None
-    for name in zero_points(checkpoint.cache):
-        if (value := checkpoint.tensor(name).float()).any():
+    for zero_point in zero_points(checkpoint.cache):
+        if (value := checkpoint.tensor(zero_point).float()).any():
             largest = value.flatten()[value.abs().argmax()]
-            raise _refuse(name, f"a zero point is {largest:g}, and a KV cache has none; it must be 0")
+            raise _refuse(zero_point, f"a zero point is {largest:g}, and a KV cache has none; it must be 0")
     rows: dict[Part, list[torch.Tensor]] = {"k": [], "v": []}
     for (place, layer), part in product(enumerate(config.kv_layers), rows):
-        name = names.get((place, "k" if config.has_latents else part))
-        if name is None:
+        if (name := names.get((place, "k" if config.has_latents else part))) is None:
             kind = {"k": "keys", "v": "values"}[part]
             works = f"there is no scale of the {kind} of layer {layer} beside it; every layer needs both"
             raise _refuse(min(names.values()), works)
@@ -54,9 +53,9 @@ def _names(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> dict[tu
     places = {part: place for place, layer in enumerate(config.kv_layers) for part in config.published(layer)}
     names: dict[tuple[int, Part], str] = {}
     for name in sorted(found, key=lambda name: (not name.endswith(".kv_scale"), name)):
-        layer, part = scale_of(name) or (None, "kv")
-        if layer in places:
-            names |= {(places[layer], one): name for one in ("k", "v") if one in part}
+        at = scale_of(name)
+        if at is not None and at[0] in places:
+            names |= {(places[at[0]], part): name for part in at[1]}
     return names
 
 

@@ -91,7 +91,7 @@ def _config(base: EngineConfig, longest: int, dtype: str, questions: int) -> Eng
 
 
 def _measure(config: EngineConfig, documents: list[Document], questions: int) -> Found:
-    with Engine(config, log=print) as engine:
+    with Engine(config) as engine:
         right: dict[int, list[bool]] = {}
         logprobs: dict[int, list[float]] = {}
         for one in documents:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from specbatch.files.config_values import flag_of, table_of
 
 FP8 = "FP8"
-Part = Literal["k", "v", "kv"]  # whose scale it is
+Part = Literal["k", "v"]  # whose scale it is
 
 _SCALE = re.compile(r".*?\.layers\.(\d+)\..*?(?:\.(k|v|kv)_scale|\.([kv])_proj\.output_scale)")
 # Of queries and probabilities, which attention here does not quantize, and of projections that no cache stores.
@@ -49,13 +49,14 @@ def is_of_cache(name: str) -> bool:
     return scale_of(name) is not None or name.endswith((*_UNUSED, *_ZERO_POINTS))
 
 
-def scale_of(name: str) -> tuple[int, Part] | None:
-    """The published layer of which `name` is a scale of keys, values or both; None if it is anything else."""
+def scale_of(name: str) -> tuple[int, tuple[Part, ...]] | None:
+    """The published layer of which `name` is a scale, of keys, values or both; None if it is anything else."""
     found = _SCALE.fullmatch(name)
     if found is None:
         return None
     layer, part, projection = found.groups()
-    return int(layer), part or projection
+    parts: tuple[Part, ...] = "k", "v"
+    return int(layer), tuple(one for one in parts if one in (part or projection))
 
 
 def zero_points(names: Iterable[str]) -> list[str]:
