@@ -23,7 +23,9 @@ class QKVLayout:
     q_norm, k_norm: RMSNorm weights [dim] with `eps`, or both None; cos, sin: tables [positions, dim] of `rope_table`,
     in the model's type. window: a query sees that many keys, itself included; None is all. sinks: float32 [count], the
     logit of each query head's attention sink, which is in the softmax's denominator and has no value (Xiao et al.,
-    2023; gpt-oss); None is none. shared: rows have query heads only. The keys and values are those of an earlier layer,
+    2023; gpt-oss); None is none. k_offset: float32 [kv, dim], subtracted from rotated keys before they are stored and
+    used: that changes all scores of a query alike, and so no softmax without a sink; None is 0. shared: rows have query
+    heads only. The keys and values are those of an earlier layer,
     which has written them to the cache, also those of this pass; k_norm is not used.
     """
 
@@ -37,6 +39,7 @@ class QKVLayout:
     sin: torch.Tensor
     window: int | None = None
     sinks: torch.Tensor | None = None
+    k_offset: torch.Tensor | None = None
     shared: bool = False
 
     @property

@@ -23,7 +23,7 @@ DECODE_GRAPHS = ("off", "whole")
 PREFILL_GRAPHS = ("off", "piecewise")
 ATTENTION_BACKENDS = ("auto", "triton", "torch")
 CORPUS_MIN, CORPUS_MIN_SAMPLED = 4, 8  # tokens; the second where the algorithm samples drafts
-KV_DTYPES = ("auto", "fp8")
+KV_DTYPES = ("auto", "fp8", "model")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 MODEL, BATCH, CACHE, EXECUTION = "Model", "Batch and memory", "Cache and quantization", "Execution"  # boxes of --help
 # For help texts.
@@ -447,7 +447,11 @@ class EngineConfig:
         True, "Keep the KV pages of finished prompts for later ones with the same prefix.", FLAG, panel=CACHE
     )
     kv_dtype: str = setting(
-        "auto", "Data type of the KV cache. auto: the model's dtype. fp8: FP8 (e4m3).", choices=KV_DTYPES, panel=CACHE
+        "auto",
+        "Data type of the KV cache. auto: FP8 on a GPU if the checkpoint was made for it, else the model's dtype. fp8: "
+        "FP8 (e4m3), with the checkpoint's scales or computed ones. model: the model's dtype.",
+        choices=KV_DTYPES,
+        panel=CACHE,
     )
     fp8_activations: bool = setting(
         True, "For FP8 weights: quantize activations to FP8 as well, and run GEMMs in FP8.", FLAG, panel=CACHE

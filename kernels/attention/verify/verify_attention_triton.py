@@ -143,7 +143,7 @@ def _fresh(
 @triton.jit
 def verify_attention_kernel(
     qkv, out, k_cache, v_cache, k_scale, v_scale, page_table, rows, lengths, firsts, positions, ancestors, q_norm,
-    k_norm, sinks, cos, sin, partials, arrivals, n, first_node, capacity, width, window, eps, scale,
+    k_norm, k_offset, sinks, cos, sin, partials, arrivals, n, first_node, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, GROWN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
@@ -255,6 +255,9 @@ def verify_attention_kernel(
                     new = chunk * _NEW + tl.arange(0, _NEW)
                     if not SHARED:
                         a, b = _rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
+                        if k_offset is not None:
+                            less_one, less_two = _halves(k_offset, head * DIM + tl.zeros_like(new), new < n, DIM, HALF)
+                            a, b = a.to(tl.float32) - less_one, b.to(tl.float32) - less_two
                         a, b = to_stored(a, k_by, kept), to_stored(b, k_by, kept)
                         c, d = to_stored(c, v_by, kept), to_stored(d, v_by, kept)
                         if tile == 0:
@@ -397,7 +400,7 @@ def verify_attention(
         qkv, out, k_cache, v_cache, k_scale, v_scale, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts,
         positions if is_tree else None, ancestors,
-        heads.q_norm, heads.k_norm, heads.sinks, heads.cos, heads.sin, partials, arrivals,
+        heads.q_norm, heads.k_norm, heads.k_offset, heads.sinks, heads.cos, heads.sin, partials, arrivals,
         n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * _LOG2E.value,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=cdiv(n, _NEW.value),

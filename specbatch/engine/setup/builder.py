@@ -22,6 +22,7 @@ from specbatch.engine.device.token_check import DigestedStep, TokenCheck
 from specbatch.engine.device.verify_budget import BudgetedStep, VerifyBudget
 from specbatch.engine.schedule.draft_length import DraftLength, announced
 from specbatch.engine.schedule.scheduler import Scheduler
+from specbatch.engine.setup.cache_scales import stored_cache
 from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan
 from specbatch.engine.setup.prepare import Prepared, prepare
 from specbatch.engine.setup.step_times import measure_step_times
@@ -187,7 +188,13 @@ def _load(
     for line in quantization_lines(model, draft.config, loads=loads, quantizes=fp8, draft_to_fp8=to_fp8):
         log(line)
     needs_all_hidden = draft.needs_all_hidden
+    stored = None
+    if loader.kv_dtype != dtype and model.kv_layers:
+        stored = use_fp8_activations(fp8)(stored_cache)(target, model, ranks, log)
+    model = model.with_k_offsets({} if stored is None else stored.k_offsets)
     forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
+    if stored is not None:
+        cache.set_scales(stored.k_scales, stored.v_scales)
     drafter: Drafter = draft.build(model, loader)
     corpus = None if asked_corpus is None else Corpus(asked_corpus, batch)
     if corpus is not None:
@@ -241,6 +248,7 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
         "device": str(prepared.device),
         "dtype": type_name(prepared.dtype),
         "kv_dtype": type_name(cache.dtype),
+        "kv_scales": "none" if cache.k_scales is None else "checkpoint" if prepared.target.cache else "computed",
         "fp8_activations": "on" if fp8 else "off",
         "deterministic": "on" if config.deterministic else "off",
         "attention_backend": cache.attention.name,

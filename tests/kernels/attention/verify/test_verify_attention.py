@@ -251,6 +251,17 @@ def test_scales_of_a_cache(device: torch.device, cache: torch.dtype | None, size
     case.check(2)
 
 
+@pytest.mark.parametrize("sizes", [{"count": 6, "kv": 2, "dim": 80}, {"count": 4, "kv": 4, "norm": True}])
+def test_offsets_of_keys(device: torch.device, sizes: dict[str, Any]) -> None:
+    """They are subtracted from the new keys, which are then as the old ones in the cache."""
+    case = Case(device, torch.float32, [0, 1, 37], 3, **sizes)
+    case.qkv = case.qkv.round()
+    case.heads.cos.fill_(1), case.heads.sin.fill_(0)
+    case.heads = replace(case.heads, k_offset=torch.randn(case.heads.kv, case.heads.dim, device=device) * 2)
+    case.scales = [torch.full((case.heads.kv,), 0.5, device=device), None]
+    case.check(2)
+
+
 @pytest.mark.parametrize("size", [1e-12, 3e7])
 def test_queries_of_any_size(device: torch.device, size: float) -> None:
     """BF16 ones are multiplied in float16 with keys in FP8, which holds no such numbers."""
