@@ -18,6 +18,13 @@ import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
+from specbatch.kernels.attention.verify.prefix_attention_triton import (
+    PrefixLaunch,
+    PrefixTile,
+    partial_cells,
+    prefix_attention,
+)
+from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
     Tile,
@@ -26,7 +33,7 @@ from specbatch.kernels.attention.verify.verify_attention_configs import (
     tile_for,
 )
 from specbatch.kernels.common.kv_slots_triton import kv_slot
-from specbatch.kernels.common.pdl_triton import pdl, wait_in_loop
+from specbatch.kernels.common.pdl_triton import gdc_wait, let_next_kernel_start, pdl, wait_in_loop
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
@@ -34,48 +41,6 @@ _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of `tl.dot`
 _GRAIN = tl.constexpr(16)  # the keys of a split are a multiple of this
 _LOG2E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(LEAST_SPLIT)  # and at least this
-
-
-@triton.jit
-def _halves(x, start, live, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Both halves [R, HALF] of the heads that begin at `start` [R]."""
-    column = tl.arange(0, HALF)
-    mask = live[:, None] & (column < DIM // 2)
-    first = x + start[:, None] + column
-    return tl.load(first, mask, 0.0), tl.load(first + DIM // 2, mask, 0.0)
-
-
-@triton.jit
-def _turn(cos, sin, position, live, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Cosines and sines [R, HALF] of `position` [R]. The tables hold them twice, the first half's sine negative."""
-    column = tl.arange(0, HALF)
-    mask = live[:, None] & (column < DIM // 2)
-    angle = position[:, None] * DIM + column
-    return tl.load(cos + angle, mask, 0.0), tl.load(sin + angle + DIM // 2, mask, 0.0)
-
-
-@triton.jit
-def _rotate(one, two, cos, sin, norm, eps, DIM: tl.constexpr, HALF: tl.constexpr):
-    """RMSNorm (where `norm` is given) and RoPE of the halves of heads; rounds where the references do."""
-    dtype: tl.constexpr = one.dtype
-    x, y = one.to(tl.float32), two.to(tl.float32)
-    if norm is not None:
-        column = tl.arange(0, HALF)
-        inside = column < DIM // 2
-        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
-        x = (x * scale).to(dtype).to(tl.float32) * tl.load(norm + column, inside, 0.0).to(tl.float32)
-        y = (y * scale).to(dtype).to(tl.float32) * tl.load(norm + DIM // 2 + column, inside, 0.0).to(tl.float32)
-        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
-    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
-    first = (x * cos).to(dtype).to(tl.float32) - y * sin
-    second = (y * cos).to(dtype).to(tl.float32) + x * sin
-    return first.to(dtype), second.to(dtype)
-
-
-@triton.jit
-def _whole(one, two):
-    """Heads [R, 2 * HALF] of their halves."""
-    return tl.reshape(tl.permute(tl.join(one, two), (0, 2, 1)), (one.shape[0], 2 * one.shape[1]))
 
 
 @triton.jit
@@ -112,23 +77,23 @@ def _fresh(
     if SHARED:
         stored = there & (length + new < capacity)
         source = kv_slot(pages, length + new, PAGE, stored) * (KV * DIM) + head * DIM
-        one, two = _halves(k_cache, source, stored, DIM, HALF)
-        v_one, v_two = _halves(v_cache, source, stored, DIM, HALF)
+        one, two = halves(k_cache, source, stored, DIM, HALF)
+        v_one, v_two = halves(v_cache, source, stored, DIM, HALF)
     else:
         source = (root + new) * (KV * (GROUP + 2) * DIM) + (KV * GROUP + head) * DIM
-        one, two = _halves(qkv, source, there, DIM, HALF)
-        v_one, v_two = _halves(qkv, source + KV * DIM, there, DIM, HALF)
+        one, two = halves(qkv, source, there, DIM, HALF)
+        v_one, v_two = halves(qkv, source + KV * DIM, there, DIM, HALF)
     position = length + new
     if positions is not None:
         position = tl.load(positions + root + new, there, 0).to(tl.int32)
-    new_cos, new_sin = _turn(cos, sin, position, there, DIM, HALF)
+    new_cos, new_sin = turn(cos, sin, position, there, DIM, HALF)
     return one, two, v_one, v_two, new_cos, new_sin
 
 
 @triton.jit
 def verify_attention_kernel(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, firsts, positions, ancestors, q_norm, k_norm, sinks, cos,
-    sin, partials, arrivals, n, first_node, capacity, width, window, eps, scale,
+    sin, partials, arrivals, prefixes, outputs, sums, places, lines, n, first_node, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, GROWN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
@@ -152,6 +117,9 @@ def verify_attention_kernel(
     oldest = length * 0
     if window is not None:
         oldest = tl.maximum(length - first_node + 1 - window, 0)
+    if prefixes is not None:  # whose keys `prefix_attention` reads, meanwhile
+        oldest = tl.load(prefixes + sequence, cache_modifier=".cg")
+        let_next_kernel_start(PDL)
     share = tl.maximum(tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN, _LEAST)
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
@@ -188,15 +156,15 @@ def verify_attention_kernel(
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
         # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
         if start == begin:
-            wait_in_loop(PDL)
+            wait_in_loop(PDL and prefixes is None)
             query = token * WIDTH + (head * GROUP + row % GROUP) * DIM
-            q_one, q_two = _halves(qkv, query, live, DIM, HALF)
-            q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
+            q_one, q_two = halves(qkv, query, live, DIM, HALF)
+            q_cos, q_sin = turn(cos, sin, position, live, DIM, HALF)
             fresh = _fresh(
                 qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, root, length, head, 0,
                 tl.where(last, n, 0), KV, GROUP, DIM, HALF, PAGE, SHARED,
             )  # fmt: skip
-            q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
+            q_one, q_two = rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
             if last:
                 new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
                 if sinks is not None:  # the first key, with a value of 0
@@ -213,7 +181,7 @@ def verify_attention_kernel(
                     # a, b: halves of the new keys; c, d: of the new values
                     new = chunk * _NEW + tl.arange(0, _NEW)
                     if not SHARED:
-                        a, b = _rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
+                        a, b = rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
                         a, b = a.to(k_cache.dtype.element_ty), b.to(k_cache.dtype.element_ty)
                         c, d = c.to(v_cache.dtype.element_ty), d.to(v_cache.dtype.element_ty)
                         if tile == 0:
@@ -253,8 +221,26 @@ def verify_attention_kernel(
     if (begin >= length) & (split < splits - 1):
         return
     total = tl.sum(weights, 1)
+    if prefixes is not None:  # noqa: SIM102 (a constant, for Triton)
+        if last:  # it adds what was found in the prefix, split by split
+            gdc_wait(PDL)
+            if oldest > 0:
+                line = lines * head.to(tl.int64) + tl.load(places + sequence * 3) + row
+                for _ in range(tl.load(places + sequence * 3 + 2)):
+                    log = tl.load(sums + line, live, float("-inf"))
+                    part = outputs + line[:, None] * PADDED + half
+                    part_one = tl.load(part, live[:, None] & inside, 0.0)
+                    part_two = tl.load(part + HALF, live[:, None] & inside, 0.0)
+                    higher = tl.maximum(peak, log)
+                    base = tl.where(higher == float("-inf"), 0.0, higher)
+                    fade, gain = tl.exp2(peak - base), tl.exp2(log - base)
+                    one = one * fade[:, None] + part_one * gain[:, None]
+                    two = two * fade[:, None] + part_two * gain[:, None]
+                    total = total * fade + gain
+                    peak = higher
+                    line += tl.load(places + sequence * 3 + 1)
     inverse = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    acc = _whole(one * inverse, two * inverse)
+    acc = whole_heads(one * inverse, two * inverse)
     both = tl.arange(0, PADDED)
     column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
     mask = live[:, None] & inside
@@ -313,6 +299,7 @@ def verify_attention(
     *,
     splits: int | None = None,
     tile: Tile | None = None,
+    prefix_tile: PrefixTile | None = None,
 ) -> torch.Tensor:
     """`DecodeAttentionRef` of `queries`; the positions of a chain follow from its lengths and are not read. splits: how
     many programs share the old keys of a tile; tile: its configuration; both are chosen by the sizes if None.
@@ -334,12 +321,18 @@ def verify_attention(
     few = min(tile.block_m, next_power_of_2(n * group))  # rows of a tile that are not padding
     held = max(1, few * padded // (32 * tile.warps))  # registers of a thread for a partial sum
     parts = max(1, min(16, (tile.registers + 1) // 2 // held))  # as many as half of its registers hold
-    cells = batch * tiles * splits * few * (padded + 1)
-    partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
+    cells = cdiv(batch * tiles * splits * few * (padded + 1), 64) * 64 if splits > 1 else 0
+    causal, window = mask
+    shared, launch, more = None, None, 0
+    if queries.prefixes is not None and window is None:
+        launch = PrefixLaunch.of(queries, inputs, prefix_tile)
+        more = partial_cells(inputs, launch)
+    partials, arrivals = reserve(qkv.device, max(1, cells + more), batch * tiles)
+    if launch is not None:
+        shared = prefix_attention(queries, inputs, launch, partials[cells : cells + more])
     out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
     is_tree = queries.ancestors is not None
     assert queries.packed is None or not (is_tree or first), "packed rows are those of chains"
-    causal, window = mask
     ancestors = queries.ancestors
     if ancestors is not None and window is not None:
         ancestors = last_ancestors(ancestors, window)
@@ -348,6 +341,7 @@ def verify_attention(
         None if queries.packed is None else queries.packed.firsts,
         positions if is_tree else None, ancestors,
         heads.q_norm, heads.k_norm, heads.sinks, heads.cos, heads.sin, partials, arrivals,
+        *(None, None, None, None, 0) if shared is None else (queries.prefixes.lengths, *shared, launch.lines),
         n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * _LOG2E.value,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=cdiv(n, _NEW.value),

@@ -1,0 +1,219 @@
+"""Triton kernel of attention to prefixes that sequences share: a block of their keys serves the queries of all.
+
+`verify_attention` then attends to what follows the prefix of each sequence, beside this kernel, and adds what it finds
+here as one split more (partial softmax: Dao et al., "Flash-Decoding", 2023; shared prefixes apart from the rest:
+"Cascade inference", Ye et al., 2024; Hydragen, Juravsky et al., 2024). As in prefill attention, the rows of a tile are
+many and the work is that of tensor cores. A tile's rows are those of a group's sequences, side by side: their tokens,
+and the query heads of one KV head. How groups are divided is known on the device only, so a launch has a fixed number
+of programs, which share the items of work: a tile and a split of the keys each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries
+from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
+from specbatch.kernels.common.kv_slots_triton import kv_slot
+from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.sizes import cdiv, multiprocessors, tile_side
+
+LEAST_KEYS = 128  # of a split
+
+
+@dataclass(frozen=True)
+class PrefixTile:
+    """Query rows and keys of a step, warps of a program, stages of its pipeline, registers that a thread may have, and
+    programs for each processor."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    registers: int | None
+    resident: int = 1
+
+
+def prefix_tile(dtype: torch.dtype, width: int, source: str) -> PrefixTile:
+    """For heads of `width` numbers, whose keys come from `source`: see the kernel."""
+    if dtype == torch.float32:
+        return PrefixTile(32, 32, 4, 1, None)
+    if width > 256:
+        return PrefixTile(64, 32, 8, 2, None)
+    if width > 128:
+        return PrefixTile(64, 64, 4, 2, None)
+    return PrefixTile(128, 64, 8, 3, None)
+
+
+class PrefixPartials(NamedTuple):
+    """What attention to prefixes leaves for `verify_attention`.
+
+    outputs  float32 [KV heads, lines, width]: averages of values, normalized
+    sums     float32 [KV heads, lines]: logarithms to base 2 of the sums of weights
+    places   int32 [B, 3]: for sequences with a prefix, the line of their first row (the rows of a sequence are token by
+             token, and query head by query head), how many lines later the next split is, and the number of splits
+    """
+
+    outputs: torch.Tensor
+    sums: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PrefixLaunch:
+    """What a launch for queries of some shape takes: programs for each KV head, lines of `PrefixPartials`, its tile and
+    where keys come from."""
+
+    tile: PrefixTile
+    source: str
+    programs: int
+    lines: int
+
+    @classmethod
+    def of(cls, queries: DecodeQueries, inputs: AttentionInputs, tile: PrefixTile | None = None) -> PrefixLaunch:
+        prefixes, heads, cache = queries.prefixes, inputs.heads, inputs.k_cache
+        assert prefixes is not None
+        dtype, device, size = inputs.projected.dtype, cache.device, cache.shape[1]
+        width, source = 2 * tile_side(heads.dim // 2), "slots"
+        if heads.dim == width and cache.dtype == dtype and dtype != torch.float32:
+            step = (tile or prefix_tile(dtype, width, "pages")).block_n
+            if size % step == 0 and (device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)):
+                source = "pages"
+        tile = tile or prefix_tile(dtype, width, source)
+        batch, groups = len(queries.lengths), prefixes.groups.shape[1]
+        programs = max(1, tile.resident * multiprocessors(device) // heads.kv)
+        rows = batch * queries.num_queries * (heads.count // heads.kv)
+        # Splits are rounded down, but for the one that every tile has; the last tile of a group may be any part of one.
+        items = programs + cdiv(rows, tile.block_m) + min(groups, batch // 2)
+        return cls(tile, source, programs, items * tile.block_m)
+
+
+@triton.jit
+def prefix_attention_kernel(
+    qkv, keys, values, page_table, slots, lengths, firsts, positions, prefix_members, groups, q_norm, cos, sin, outputs,
+    sums, places, n, first_node, width, lines, eps, scale,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    SOURCE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """SOURCE of keys and values: "slots", gathered from the caches; "pages", bulk copies of (parts of) pages."""
+    PADDED: tl.constexpr = 2 * HALF
+    WIDTH: tl.constexpr = KV * (GROUP if SHARED else GROUP + 2) * DIM  # of a row of qkv
+    head, programs = tl.program_id(0), tl.num_programs(1)
+    own = n * GROUP  # rows of a sequence
+    group = tl.arange(0, GROUPS)
+    counts, reach = tl.load(groups + GROUPS + group), tl.load(groups + 2 * GROUPS + group)
+    tiles = tl.cdiv(counts * own, BLOCK_M)
+    least = tl.maximum(tl.cdiv(tl.sum(tiles * reach), programs), LEAST)
+    splits = tl.maximum(reach // least, 1)
+    ends = tl.cumsum(tiles * splits)
+    both = tl.arange(0, PADDED)
+    column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
+    # Also where there is nothing to do: `verify_attention` reads qkv as soon as all programs have passed here.
+    wait_for_previous_kernel(PDL)
+    for item in range(tl.program_id(1), tl.sum(tiles * splits), programs):
+        mine = group == tl.sum((ends <= item).to(tl.int32))
+        count, prefix = tl.sum(tl.where(mine, counts, 0)), tl.sum(tl.where(mine, reach, 0))
+        own_tiles, own_splits = tl.sum(tl.where(mine, tiles, 0)), tl.sum(tl.where(mine, splits, 0))
+        begin = tl.sum(tl.where(mine, ends, 0)) - own_tiles * own_splits  # the first item of the group
+        members = prefix_members + tl.sum(tl.where(mine, tl.load(groups + group), 0))
+        split, tile = (item - begin) // own_tiles, (item - begin) % own_tiles
+
+        row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        place, node = row // own, row % own // GROUP
+        live = place < count
+        sequence = tl.load(members + place, live, 0)
+        token = sequence * n + node
+        if firsts is not None:  # packed rows, of which a sequence may have fewer than n
+            token = tl.load(firsts + sequence, live, 0).to(tl.int32) + node
+            live = live & (token < tl.load(firsts + sequence + 1, live, 0).to(tl.int32))
+        if positions is not None:
+            position = tl.load(positions + token, live, 0).to(tl.int32)
+        else:
+            position = tl.load(lengths + sequence, live, 0).to(tl.int32) + first_node + node
+        query = token * WIDTH + (head * GROUP + row % GROUP) * DIM
+        one, two = halves(qkv, query, live, DIM, HALF)
+        turn_cos, turn_sin = turn(cos, sin, position, live, DIM, HALF)
+        one, two = rotate(one, two, turn_cos, turn_sin, q_norm, eps, DIM, HALF)
+        q = whole_heads(one, two)
+
+        share = tl.cdiv(tl.cdiv(prefix, own_splits), BLOCK_N) * BLOCK_N
+        low = split * share
+        high = tl.minimum(low + share, prefix)
+        pages = page_table + tl.load(slots + tl.load(members)) * width
+        acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        for at in tl.range(low, high, BLOCK_N):
+            key = at + tl.arange(0, BLOCK_N)
+            if SOURCE == "pages":
+                line = kv_slot(pages, at, PAGE).to(tl.int32)
+                k, v = keys.load([line, head * DIM]), values.load([line, head * DIM])
+            else:
+                slot = kv_slot(pages, tl.minimum(key, high - 1), PAGE)  # the last block may repeat its last key
+                source = (slot * (KV * DIM) + head * DIM)[:, None] + column[None, :]
+                if 2 * HALF == DIM:
+                    k, v = tl.load(keys + source), tl.load(values + source)
+                else:
+                    k, v = tl.load(keys + source, inside[None, :], 0.0), tl.load(values + source, inside[None, :], 0.0)
+            score = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
+            if at + BLOCK_N > high:
+                score = tl.where((key < high)[None, :], score, float("-inf"))
+            peak = tl.maximum(top, tl.max(score, 1) * scale)
+            weight = tl.math.exp2(score * scale - peak[:, None])
+            fade = tl.math.exp2(top - peak)
+            acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+            total = total * fade + tl.sum(weight, 1)
+            top = peak
+
+        line = lines * head.to(tl.int64) + item * BLOCK_M + tl.arange(0, BLOCK_M)
+        tl.store(
+            outputs + line[:, None] * PADDED + both[None, :], acc / total[:, None], live[:, None] & inside[None, :]
+        )
+        tl.store(sums + line, top + tl.math.log2(total), live)
+        if (head == 0) & (split == 0):
+            opens = live & (row % own == 0)
+            tl.store(places + sequence * 3, begin * BLOCK_M + row, opens)
+            tl.store(places + sequence * 3 + 1, tl.zeros_like(row) + own_tiles * BLOCK_M, opens)
+            tl.store(places + sequence * 3 + 2, tl.zeros_like(row) + own_splits, opens)
+
+
+def prefix_attention(
+    queries: DecodeQueries, inputs: AttentionInputs, launch: PrefixLaunch, memory: torch.Tensor
+) -> PrefixPartials:
+    """Attention of `queries` to the keys of their `prefixes`, in `memory` float32 of `partial_cells` elements. It
+    leaves sequences without a prefix out."""
+    qkv, heads, positions, keys, values = inputs
+    prefixes, tile, first = queries.prefixes, launch.tile, queries.first_node
+    assert prefixes is not None
+    half = tile_side(heads.dim // 2)
+    outputs, sums = memory.split([heads.kv * launch.lines * 2 * half, heads.kv * launch.lines])
+    places = torch.empty(len(queries.lengths), 3, dtype=torch.int32, device=qkv.device)
+    if launch.source == "pages":
+        keys, values = (
+            TensorDescriptor.from_tensor(x.view(-1, heads.kv * heads.dim), [tile.block_n, heads.dim])
+            for x in (keys, values)
+        )
+    prefix_attention_kernel[(heads.kv, launch.programs)](
+        qkv, keys, values, queries.page_table, queries.slots, queries.lengths,
+        None if queries.packed is None else queries.packed.firsts, None if queries.ancestors is None else positions,
+        prefixes.members, prefixes.groups, heads.q_norm, heads.cos, heads.sin, outputs, sums, places,
+        queries.num_queries, first, queries.page_table.shape[1], launch.lines, heads.eps,
+        heads.dim**-0.5 * 1.4426950408889634,
+        KV=heads.kv, GROUP=heads.count // heads.kv, DIM=heads.dim, HALF=half, PAGE=queries.page_size,
+        SOURCE=launch.source, GROUPS=prefixes.groups.shape[1], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        LEAST=max(LEAST_KEYS, tile.block_n), SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,
+        maxnreg=tile.registers, **pdl(qkv),
+    )  # fmt: skip
+    return PrefixPartials(outputs, sums, places)
+
+
+def partial_cells(inputs: AttentionInputs, launch: PrefixLaunch) -> int:
+    """Elements of float32 that `prefix_attention` writes to."""
+    return inputs.heads.kv * launch.lines * (2 * tile_side(inputs.heads.dim // 2) + 1)
