@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from specbatch.kernels.attention.queries import SharedPrefixes
-from specbatch.kernels.attention.verify.prefix_attention_triton import PrefixTile, prefix_tile
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixTile, prefix_tile
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.sweeps.microbench.attention_tiles import Work, verify_step
 from specbatch.sweeps.microbench.runner import Call, Case, Row, Table

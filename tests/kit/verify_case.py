@@ -8,7 +8,7 @@ import torch
 from trees import ancestor_masks, path_of
 
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout, SharedPrefixes
-from specbatch.kernels.attention.verify.prefix_attention_triton import PrefixTile
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixTile
 from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef
 from specbatch.kernels.attention.verify.verify_attention_configs import Tile
 from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention

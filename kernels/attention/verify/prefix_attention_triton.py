@@ -10,7 +10,6 @@ of programs, which share the items of work: a tile and a split of the keys each.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,36 +18,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries
+from specbatch.kernels.attention.verify.prefix_attention_configs import LEAST_KEYS, PrefixLaunch
 from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import cdiv, multiprocessors, tile_side
-
-LEAST_KEYS = 128  # of a split
-
-
-@dataclass(frozen=True)
-class PrefixTile:
-    """Query rows and keys of a step, warps of a program, stages of its pipeline, registers that a thread may have, and
-    programs for each processor."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    registers: int | None
-    resident: int = 1
-
-
-def prefix_tile(dtype: torch.dtype, width: int, source: str) -> PrefixTile:
-    """For heads of `width` numbers, whose keys come from `source`: see the kernel."""
-    if dtype == torch.float32:
-        return PrefixTile(32, 32, 4, 1, None)
-    if width > 256:
-        return PrefixTile(64, 32, 8, 2, None)
-    if width > 128:
-        return PrefixTile(64, 64, 4, 2, None)
-    return PrefixTile(128, 64, 8, 3, None)
+from specbatch.kernels.common.sizes import tile_side
 
 
 class PrefixPartials(NamedTuple):
@@ -63,35 +37,6 @@ class PrefixPartials(NamedTuple):
     outputs: torch.Tensor
     sums: torch.Tensor
     places: torch.Tensor
-
-
-@dataclass(frozen=True)
-class PrefixLaunch:
-    """What a launch for queries of some shape takes: programs for each KV head, lines of `PrefixPartials`, its tile and
-    where keys come from."""
-
-    tile: PrefixTile
-    source: str
-    programs: int
-    lines: int
-
-    @classmethod
-    def of(cls, queries: DecodeQueries, inputs: AttentionInputs, tile: PrefixTile | None = None) -> PrefixLaunch:
-        prefixes, heads, cache = queries.prefixes, inputs.heads, inputs.k_cache
-        assert prefixes is not None
-        dtype, device, size = inputs.projected.dtype, cache.device, cache.shape[1]
-        width, source = 2 * tile_side(heads.dim // 2), "slots"
-        if heads.dim == width and cache.dtype == dtype and dtype != torch.float32:
-            step = (tile or prefix_tile(dtype, width, "pages")).block_n
-            if size % step == 0 and (device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)):
-                source = "pages"
-        tile = tile or prefix_tile(dtype, width, source)
-        batch, groups = len(queries.lengths), prefixes.groups.shape[1]
-        programs = max(1, tile.resident * multiprocessors(device) // heads.kv)
-        rows = batch * queries.num_queries * (heads.count // heads.kv)
-        # Splits are rounded down, but for the one that every tile has; the last tile of a group may be any part of one.
-        items = programs + cdiv(rows, tile.block_m) + min(groups, batch // 2)
-        return cls(tile, source, programs, items * tile.block_m)
 
 
 @triton.jit
@@ -187,7 +132,7 @@ def prefix_attention_kernel(
 def prefix_attention(
     queries: DecodeQueries, inputs: AttentionInputs, launch: PrefixLaunch, memory: torch.Tensor
 ) -> PrefixPartials:
-    """Attention of `queries` to the keys of their `prefixes`, in `memory` float32 of `partial_cells` elements. It
+    """Attention of `queries` to the keys of their `prefixes`, in `memory` float32 of `launch.cells` elements. It
     leaves sequences without a prefix out."""
     qkv, heads, positions, keys, values = inputs
     prefixes, tile, first = queries.prefixes, launch.tile, queries.first_node
@@ -212,8 +157,3 @@ def prefix_attention(
         maxnreg=tile.registers, **pdl(qkv),
     )  # fmt: skip
     return PrefixPartials(outputs, sums, places)
-
-
-def partial_cells(inputs: AttentionInputs, launch: PrefixLaunch) -> int:
-    """Elements of float32 that `prefix_attention` writes to."""
-    return inputs.heads.kv * launch.lines * (2 * tile_side(inputs.heads.dim // 2) + 1)

@@ -18,12 +18,8 @@ import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
-from specbatch.kernels.attention.verify.prefix_attention_triton import (
-    PrefixLaunch,
-    PrefixTile,
-    partial_cells,
-    prefix_attention,
-)
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile
+from specbatch.kernels.attention.verify.prefix_attention_triton import prefix_attention
 from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
@@ -118,7 +114,7 @@ def verify_attention_kernel(
     if window is not None:
         oldest = tl.maximum(length - first_node + 1 - window, 0)
     if prefixes is not None:  # whose keys `prefix_attention` reads, meanwhile
-        oldest = tl.load(prefixes + sequence, cache_modifier=".cg")
+        oldest = tl.minimum(tl.load(prefixes + sequence, cache_modifier=".cg"), length)  # less: a row of padding
         let_next_kernel_start(PDL)
     share = tl.maximum(tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN, _LEAST)
     begin = oldest + split * share
@@ -326,7 +322,7 @@ def verify_attention(
     shared, launch, more = None, None, 0
     if queries.prefixes is not None and window is None:
         launch = PrefixLaunch.of(queries, inputs, prefix_tile)
-        more = partial_cells(inputs, launch)
+        more = launch.cells
     partials, arrivals = reserve(qkv.device, max(1, cells + more), batch * tiles)
     if launch is not None:
         shared = prefix_attention(queries, inputs, launch, partials[cells : cells + more])

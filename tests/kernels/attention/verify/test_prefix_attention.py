@@ -7,7 +7,7 @@ import torch
 from verify_case import Case
 
 from specbatch.kernels.attention.queries import SharedPrefixes
-from specbatch.kernels.attention.verify.prefix_attention_triton import PrefixTile
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixTile
 
 Groups = list[tuple[list[int], int]]  # sequences and the keys of their prefix
 TWO: Groups = [([0, 3, 4], 36), ([5, 1], 8)]  # the third sequence has none
