@@ -210,11 +210,14 @@ class Runner:
                 chunk.request.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + count] = found
 
     def _share_prefixes(self, slots: list[int]) -> None:
-        """Tell the worker what the requests in these slots share, if it has changed."""
+        """Tell the worker what the requests of a step in these slots share, if it has changed."""
         found = self.scheduler.shared_prefixes(slots)
         if found is not self._sharing:
             self._worker.share_prefixes(found)
             self._sharing = found
+        if found is not None:
+            self.counters.sharing_iterations += 1
+            self.counters.shared_tokens += found.saved
 
     def _prepare_draft(self, requests: list[ScheduledRequest], num_drafts: int, bound: int) -> bool:
         """Prepare the drafter for another number of drafts than in the last step. True if anything was launched."""
