@@ -16,7 +16,8 @@ MOST_GROUPS = 64  # a power of two
 # What sharing costs, in keys that a processor could read meanwhile.
 GROUP_KEYS = 256  # a group: its last tile of rows is not full
 MEMBER_KEYS = 32  # a member: its partial results are written and read again
-LEAST_SAVED = 24 << 20  # bytes of keys and values of a layer, below which a step shares nothing: one kernel more
+TILE_READS = 3  # to multiply the keys with a tile of rows, full or not, takes as long as so many requests read them
+LEAST_SAVED = 100 << 20  # bytes of keys and values of a layer, below which a step shares nothing: one kernel more
 
 
 class PrefixGroups(NamedTuple):
@@ -149,7 +150,7 @@ class SharedPrefixPlanner:
         while stack:
             node, base = stack.pop()
             keys, longer = node.reach * self._page_size, any(one.count == node.count for one in node.shared.values())
-            if not longer and node.count * (keys - max(base, MEMBER_KEYS)) > keys + GROUP_KEYS:
+            if not longer and node.count * (keys - max(base, MEMBER_KEYS)) > TILE_READS * keys + GROUP_KEYS:
                 found.append(node)
                 base = keys
             stack.extend((child, base) for child in node.shared.values())
@@ -158,7 +159,7 @@ class SharedPrefixPlanner:
     def _saved(self, node: _Node, count: int) -> int:
         """Keys that a group of so many need not read, less what sharing costs."""
         keys = node.reach * self._page_size
-        return (count - 1) * keys - count * MEMBER_KEYS - GROUP_KEYS
+        return (count - TILE_READS) * keys - count * MEMBER_KEYS - GROUP_KEYS
 
 
 def _find(node: _Node, nearest: dict[_Node, _Node | None]) -> None:

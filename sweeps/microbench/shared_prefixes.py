@@ -33,9 +33,9 @@ POINTS = [  # sequences, rows of each, keys of a prefix, groups
 TILES = [
     *(PrefixTile(128, 64, 8, stages, registers) for stages in (2, 3, 4) for registers in (None, 168)),
     *(PrefixTile(128, 128, 8, 2, registers) for registers in (None, 168)),
-    *(PrefixTile(64, 64, 4, stages, registers, 2) for stages in (3, 4) for registers in (None, 168)),
-    PrefixTile(64, 128, 4, 2, None, 2),
-    PrefixTile(128, 64, 4, 3, None),
+    *(PrefixTile(64, 64, 4, 2, registers, resident) for registers in (None, 168) for resident in (1, 2)),
+    PrefixTile(64, 64, 4, 3),
+    PrefixTile(64, 128, 4, 2),
 ]
 
 

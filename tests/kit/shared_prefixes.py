@@ -15,8 +15,8 @@ from specbatch.memory import shared_prefixes
 
 def share_always(patch: pytest.MonkeyPatch) -> None:
     """Two requests with a page in common share it."""
-    for name in ("GROUP_KEYS", "MEMBER_KEYS", "LEAST_SAVED"):
-        patch.setattr(shared_prefixes, name, 0)
+    for name in ("GROUP_KEYS", "MEMBER_KEYS", "LEAST_SAVED", "TILE_READS"):
+        patch.setattr(shared_prefixes, name, int(name == "TILE_READS"))
 
 
 def _has_shared_keys(prepared: Prepared) -> bool:

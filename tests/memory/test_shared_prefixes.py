@@ -43,11 +43,12 @@ def test_one_group_in_the_order_of_the_step() -> None:
 
 
 def test_too_little_to_save() -> None:
-    pages = {slot: [*SYSTEM, 1000 + slot] for slot in range(1, 5)}
-    few = LEAST_SAVED // (3 * 1600)
-    assert planner(pages, few // 2).plan([1, 2, 3, 4]) is None
-    assert groups(planner(pages, 2 * few).plan([1, 2, 3, 4])) == {(0, 1, 2, 3): 1600}
-    assert planner({1: SYSTEM}, 2 * few).plan([1]) is None
+    pages = {slot: [*SYSTEM, 1000 + slot] for slot in range(1, 9)}
+    slots, some = list(pages), LEAST_SAVED // (8 * 1600)  # bytes of a token at which about as much is read
+    assert planner(pages, some // 2).plan(slots) is None
+    assert groups(planner(pages, 4 * some).plan(slots)) == {tuple(range(8)): 1600}
+    assert planner(pages, 4 * some).plan([1, 2]) is None  # a tile of rows for two
+    assert planner({1: SYSTEM}, 4 * some).plan([1]) is None
 
 
 def test_nested_prefixes_share_what_saves_most() -> None:

@@ -40,13 +40,12 @@ def prefix_tile(dtype: torch.dtype, width: int, source: str) -> PrefixTile:
 @dataclass(frozen=True)
 class PrefixLaunch:
     """A launch for queries of some shape: its tile, where keys come from, programs for each KV head, lines of
-    `PrefixPartials`, and the elements of float32 that these take."""
+    `PrefixPartials`."""
 
     tile: PrefixTile
     source: str
     programs: int
     lines: int
-    cells: int
 
     @classmethod
     def of(cls, queries: DecodeQueries, inputs: AttentionInputs, tile: PrefixTile | None = None) -> PrefixLaunch:
@@ -61,7 +60,7 @@ class PrefixLaunch:
         rows = len(queries.lengths) * queries.num_queries * (heads.count // heads.kv)
         programs = max(1, tile.resident * multiprocessors(cache.device) // heads.kv)
         lines = _lines(rows, min(prefixes.groups.shape[1], len(queries.lengths) // 2), programs, tile)
-        return cls(tile, source, programs, lines, heads.kv * lines * (width + 1))
+        return cls(tile, source, programs, lines)
 
 
 def prefix_bytes(sequences: int, n: int, groups: int, count: int, kv: int, dim: int, device: torch.device) -> int:

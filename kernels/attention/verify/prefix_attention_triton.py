@@ -17,12 +17,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries
-from specbatch.kernels.attention.verify.prefix_attention_configs import LEAST_KEYS, PrefixLaunch
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, QKVLayout
+from specbatch.kernels.attention.verify.prefix_attention_configs import LEAST_KEYS, PrefixLaunch, PrefixTile
 from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
-from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
-from specbatch.kernels.common.sizes import tile_side
+from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 
 
 class PrefixPartials(NamedTuple):
@@ -37,6 +36,7 @@ class PrefixPartials(NamedTuple):
     outputs: torch.Tensor
     sums: torch.Tensor
     places: torch.Tensor
+    lines: int
 
 
 @triton.jit
@@ -95,18 +95,23 @@ def prefix_attention_kernel(
         acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        # Pages are asked for a step before their keys are.
+        key = low + tl.arange(0, BLOCK_N)
+        page = tl.load(pages + (low if SOURCE == "pages" else tl.minimum(key, high - 1)) // PAGE)
         for at in tl.range(low, high, BLOCK_N):
             key = at + tl.arange(0, BLOCK_N)
             if SOURCE == "pages":
-                line = kv_slot(pages, at, PAGE).to(tl.int32)
+                line = (page * PAGE + at % PAGE).to(tl.int32)
                 k, v = keys.load([line, head * DIM]), values.load([line, head * DIM])
+                page = tl.load(pages + tl.minimum(at + BLOCK_N, high - 1) // PAGE)
             else:
-                slot = kv_slot(pages, tl.minimum(key, high - 1), PAGE)  # the last block may repeat its last key
-                source = (slot * (KV * DIM) + head * DIM)[:, None] + column[None, :]
+                inner = tl.minimum(key, high - 1) % PAGE  # the last block may repeat its last key
+                source = ((page * PAGE + inner) * (KV * DIM) + head * DIM)[:, None] + column[None, :]
                 if 2 * HALF == DIM:
                     k, v = tl.load(keys + source), tl.load(values + source)
                 else:
                     k, v = tl.load(keys + source, inside[None, :], 0.0), tl.load(values + source, inside[None, :], 0.0)
+                page = tl.load(pages + tl.minimum(key + BLOCK_N, high - 1) // PAGE)
             score = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
             if at + BLOCK_N > high:
                 score = tl.where((key < high)[None, :], score, float("-inf"))
@@ -129,16 +134,80 @@ def prefix_attention_kernel(
             tl.store(places + sequence * 3 + 2, tl.zeros_like(row) + own_splits, opens)
 
 
-def prefix_attention(
-    queries: DecodeQueries, inputs: AttentionInputs, launch: PrefixLaunch, memory: torch.Tensor
-) -> PrefixPartials:
-    """Attention of `queries` to the keys of their `prefixes`, in `memory` float32 of `launch.cells` elements. It
-    leaves sequences without a prefix out."""
+@triton.jit
+def merge_prefixes_kernel(
+    own, own_sums, outputs, sums, places, prefixes, firsts, out, n, lines,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    PADDED: tl.constexpr = 2 * HALF
+    head, tile = tl.program_id(0) % KV, tl.program_id(0) // KV
+    sequence = tl.program_id(1)
+    root = sequence * n
+    if firsts is not None:
+        root = tl.load(firsts + sequence).to(tl.int32)
+        n = tl.load(firsts + sequence + 1).to(tl.int32) - root
+    shares = tl.load(prefixes + sequence) > 0
+    row = tile * ROWS + tl.arange(0, ROWS)
+    live = row < n * GROUP
+    both = tl.arange(0, PADDED)
+    column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
+    mask = live[:, None] & inside[None, :]
+    cell = (root + row // GROUP) * (KV * GROUP) + head * GROUP + row % GROUP
+    wait_for_previous_kernel(PDL)
+    whole = tl.load(own + cell[:, None] * DIM + column[None, :], mask, 0.0)
+    top = tl.load(own_sums + cell, live, 0.0)
+    mass = tl.full([ROWS], 1.0, tl.float32)
+    if shares:
+        line = lines * head.to(tl.int64) + tl.load(places + sequence * 3) + row
+        apart, splits = tl.load(places + sequence * 3 + 1), tl.load(places + sequence * 3 + 2)
+        for first in tl.range(0, splits, PARTS, num_stages=1):
+            loaded = ()
+            for step in tl.static_range(PARTS):
+                at = line + (first + step) * apart
+                there = live & (row * 0 + first + step < splits)
+                part = tl.load(outputs + at[:, None] * PADDED + both[None, :], there[:, None] & inside[None, :], 0.0)
+                loaded = loaded + ((part, tl.load(sums + at, there, float("-inf"))),)  # type: ignore[assignment]  # noqa: RUF005
+            for step in tl.static_range(PARTS):
+                part, log = loaded[step]
+                higher = tl.maximum(top, log)
+                fade, gain = tl.exp2(top - higher), tl.exp2(log - higher)
+                whole = whole * fade[:, None] + part * gain[:, None]
+                mass = mass * fade + gain
+                top = higher
+    tl.store(out + cell[:, None] * DIM + column[None, :], (whole / mass[:, None]).to(out.dtype.element_ty), mask)
+
+
+def merge_prefixes(
+    queries: DecodeQueries,
+    heads: QKVLayout,
+    found: PrefixPartials,
+    own: torch.Tensor,
+    sums: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Write the average of what was found in the prefixes and in the rest, `own` float32 [T, count * dim] with the
+    logarithms to base 2 of the sums of weights, `sums` [T, count], to `out` [T, count * dim]. Parts are added in the
+    order of the splits."""
+    rows = queries.num_queries * (heads.count // heads.kv)
+    tile = min(16, next_power_of_2(rows))
+    merge_prefixes_kernel[(heads.kv * cdiv(rows, tile), len(queries.lengths))](
+        own, sums, *found[:3], queries.prefixes.lengths, None if queries.packed is None else queries.packed.firsts, out,
+        queries.num_queries, found.lines,
+        KV=heads.kv, GROUP=heads.count // heads.kv, DIM=heads.dim, HALF=tile_side(heads.dim // 2), ROWS=tile, PARTS=4,
+        num_warps=max(1, tile // 4), **pdl(out),
+    )  # fmt: skip
+
+
+def prefix_attention(queries: DecodeQueries, inputs: AttentionInputs, tile: PrefixTile | None = None) -> PrefixPartials:
+    """Attention of `queries` to the keys of their `prefixes`; it leaves sequences without one out. tile: chosen by the
+    sizes if None."""
     qkv, heads, positions, keys, values = inputs
-    prefixes, tile, first = queries.prefixes, launch.tile, queries.first_node
+    prefixes, launch, half = queries.prefixes, PrefixLaunch.of(queries, inputs, tile), tile_side(heads.dim // 2)
     assert prefixes is not None
-    half = tile_side(heads.dim // 2)
-    outputs, sums = memory.split([heads.kv * launch.lines * 2 * half, heads.kv * launch.lines])
+    tile = launch.tile
+    cells = torch.empty(heads.kv * launch.lines * (2 * half + 1), dtype=torch.float32, device=qkv.device)
+    outputs, sums = cells.split([heads.kv * launch.lines * 2 * half, heads.kv * launch.lines])
     places = torch.empty(len(queries.lengths), 3, dtype=torch.int32, device=qkv.device)
     if launch.source == "pages":
         keys, values = (
@@ -149,11 +218,11 @@ def prefix_attention(
         qkv, keys, values, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts, None if queries.ancestors is None else positions,
         prefixes.members, prefixes.groups, heads.q_norm, heads.cos, heads.sin, outputs, sums, places,
-        queries.num_queries, first, queries.page_table.shape[1], launch.lines, heads.eps,
+        queries.num_queries, queries.first_node, queries.page_table.shape[1], launch.lines, heads.eps,
         heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=heads.count // heads.kv, DIM=heads.dim, HALF=half, PAGE=queries.page_size,
         SOURCE=launch.source, GROUPS=prefixes.groups.shape[1], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         LEAST=max(LEAST_KEYS, tile.block_n), SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers, **pdl(qkv),
     )  # fmt: skip
-    return PrefixPartials(outputs, sums, places)
+    return PrefixPartials(outputs, sums, places, launch.lines)

@@ -18,8 +18,8 @@ import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
-from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile
-from specbatch.kernels.attention.verify.prefix_attention_triton import prefix_attention
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixTile
+from specbatch.kernels.attention.verify.prefix_attention_triton import merge_prefixes, prefix_attention
 from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
@@ -89,7 +89,7 @@ def _fresh(
 @triton.jit
 def verify_attention_kernel(
     qkv, out, k_cache, v_cache, page_table, rows, lengths, firsts, positions, ancestors, q_norm, k_norm, sinks, cos,
-    sin, partials, arrivals, prefixes, outputs, sums, places, lines, n, first_node, capacity, width, window, eps, scale,
+    sin, partials, arrivals, prefixes, sums, n, first_node, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, GROWN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
@@ -217,24 +217,11 @@ def verify_attention_kernel(
     if (begin >= length) & (split < splits - 1):
         return
     total = tl.sum(weights, 1)
+    # No program waits for `prefix_attention` but one: they would keep others from running beside it. This kernel then
+    # ends after it, so that the next one may read what both have written.
     if prefixes is not None:  # noqa: SIM102 (a constant, for Triton)
-        if last:  # it adds what was found in the prefix, split by split
+        if last & (tl.program_id(0) == 0) & (sequence == tl.num_programs(2) - 1):
             gdc_wait(PDL)
-            if oldest > 0:
-                line = lines * head.to(tl.int64) + tl.load(places + sequence * 3) + row
-                for _ in range(tl.load(places + sequence * 3 + 2)):
-                    log = tl.load(sums + line, live, float("-inf"))
-                    part = outputs + line[:, None] * PADDED + half
-                    part_one = tl.load(part, live[:, None] & inside, 0.0)
-                    part_two = tl.load(part + HALF, live[:, None] & inside, 0.0)
-                    higher = tl.maximum(peak, log)
-                    base = tl.where(higher == float("-inf"), 0.0, higher)
-                    fade, gain = tl.exp2(peak - base), tl.exp2(log - base)
-                    one = one * fade[:, None] + part_one * gain[:, None]
-                    two = two * fade[:, None] + part_two * gain[:, None]
-                    total = total * fade + gain
-                    peak = higher
-                    line += tl.load(places + sequence * 3 + 1)
     inverse = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     acc = whole_heads(one * inverse, two * inverse)
     both = tl.arange(0, PADDED)
@@ -245,6 +232,8 @@ def verify_attention_kernel(
     if expected == 1:
         result = out + (token * KV * GROUP + head * GROUP + row % GROUP)[:, None] * DIM + column
         tl.store(result, acc.to(out.dtype.element_ty), mask)
+        if sums is not None:
+            tl.store(sums + token * KV * GROUP + head * GROUP + row % GROUP, peak + tl.log2(total), live)
         return
 
     group = sequence * tl.num_programs(0) + tl.program_id(0)
@@ -286,6 +275,9 @@ def verify_attention_kernel(
             top = higher
     result = out + (few_token * KV * GROUP + head * GROUP + few_row % GROUP)[:, None] * DIM + column
     tl.store(result, (whole / tl.where(mass == 0.0, 1.0, mass)).to(out.dtype.element_ty), few_mask)
+    if sums is not None:
+        log_place = sums + (few_token * KV * GROUP + head * GROUP + few_row % GROUP)[:, None]
+        tl.store(log_place, top + tl.log2(mass), (few_row < n * GROUP)[:, None])
 
 
 def verify_attention(
@@ -298,12 +290,37 @@ def verify_attention(
     prefix_tile: PrefixTile | None = None,
 ) -> torch.Tensor:
     """`DecodeAttentionRef` of `queries`; the positions of a chain follow from its lengths and are not read. splits: how
-    many programs share the old keys of a tile; tile: its configuration; both are chosen by the sizes if None.
+    many programs share the old keys of a tile; tile: its configuration; both are chosen by the sizes if None, as is
+    prefix_tile.
 
     All inputs but `projected` are read before the previous kernel, as a rule the qkv GEMM, has ended: that kernel must
     not write them. The writes of any earlier kernel are visible, because a GEMM lets the next kernel start only after
     its own wait, that is, when all kernels before it have ended.
     """
+    qkv, heads = inputs.projected, inputs.heads
+    out = torch.empty(len(qkv), heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
+    if queries.prefixes is None or mask.window is not None:
+        _attention(queries, inputs, mask, out, None, splits, tile)
+        return out
+    found = prefix_attention(queries, inputs, prefix_tile)
+    own = torch.empty_like(out, dtype=torch.float32)
+    sums = torch.empty(len(qkv), heads.count, dtype=torch.float32, device=qkv.device)
+    _attention(queries, inputs, mask, own, sums, splits, tile)
+    merge_prefixes(queries, heads, found, own, sums, out)
+    return out
+
+
+def _attention(
+    queries: DecodeQueries,
+    inputs: AttentionInputs,
+    mask: Mask,
+    out: torch.Tensor,
+    sums: torch.Tensor | None,
+    splits: int | None,
+    tile: Tile | None,
+) -> None:
+    """Attention to all keys, in `out`, or given `sums` float32 [T, count] to those after the shared prefixes: then the
+    logarithms to base 2 of the sums of weights are stored there."""
     qkv, heads, positions, k_cache, v_cache = inputs
     n, first = queries.num_queries, queries.first_node
     batch, table_pages, page_size = len(queries.lengths), queries.page_table.shape[1], k_cache.shape[1]
@@ -317,18 +334,11 @@ def verify_attention(
     few = min(tile.block_m, next_power_of_2(n * group))  # rows of a tile that are not padding
     held = max(1, few * padded // (32 * tile.warps))  # registers of a thread for a partial sum
     parts = max(1, min(16, (tile.registers + 1) // 2 // held))  # as many as half of its registers hold
-    cells = cdiv(batch * tiles * splits * few * (padded + 1), 64) * 64 if splits > 1 else 0
-    causal, window = mask
-    shared, launch, more = None, None, 0
-    if queries.prefixes is not None and window is None:
-        launch = PrefixLaunch.of(queries, inputs, prefix_tile)
-        more = launch.cells
-    partials, arrivals = reserve(qkv.device, max(1, cells + more), batch * tiles)
-    if launch is not None:
-        shared = prefix_attention(queries, inputs, launch, partials[cells : cells + more])
-    out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
+    cells = batch * tiles * splits * few * (padded + 1)
+    partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
     is_tree = queries.ancestors is not None
     assert queries.packed is None or not (is_tree or first), "packed rows are those of chains"
+    causal, window = mask
     ancestors = queries.ancestors
     if ancestors is not None and window is not None:
         ancestors = last_ancestors(ancestors, window)
@@ -337,11 +347,10 @@ def verify_attention(
         None if queries.packed is None else queries.packed.firsts,
         positions if is_tree else None, ancestors,
         heads.q_norm, heads.k_norm, heads.sinks, heads.cos, heads.sin, partials, arrivals,
-        *(None, None, None, None, 0) if shared is None else (queries.prefixes.lengths, *shared, launch.lines),
+        None if sums is None or queries.prefixes is None else queries.prefixes.lengths, sums,
         n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * _LOG2E.value,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=cdiv(n, _NEW.value),
         CAUSAL=causal, GROWN=first > 0, SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers, **pdl(qkv),
     )  # fmt: skip
-    return out
