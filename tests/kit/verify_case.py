@@ -50,9 +50,10 @@ class Case:
         sink = 3 * torch.randn(count, device=device) if sinks else None
         self.prefixes: SharedPrefixes | None = None
         self.heads = QKVLayout(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin, sinks=sink)
+        self.scales: list[torch.Tensor | None] = [None, None]
 
     def inputs(self, positions: torch.Tensor, caches: list[torch.Tensor]) -> AttentionInputs:
-        return AttentionInputs(self.qkv, self.heads, positions, *caches)
+        return AttentionInputs(self.qkv, self.heads, positions, *caches, *self.scales)
 
     def queries(self, lengths: torch.Tensor, **tree: Any) -> DecodeQueries:
         return DecodeQueries(self.table, self.rows, lengths, self.n, self.page_size, prefixes=self.prefixes, **tree)

@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, QKVLayout
+from specbatch.kernels.attention.stored_kv_triton import power_of_two
 from specbatch.kernels.attention.verify.prefix_attention_configs import LEAST_KEYS, PrefixLaunch, PrefixTile
 from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
@@ -41,11 +42,11 @@ class PrefixPartials(NamedTuple):
 
 @triton.jit
 def prefix_attention_kernel(
-    qkv, keys, values, page_table, slots, lengths, firsts, positions, prefix_members, groups, q_norm, cos, sin, outputs,
-    sums, places, n, first_node, width, lines, eps, scale,
+    qkv, keys, values, k_scale, v_scale, page_table, slots, lengths, firsts, positions, prefix_members, groups, q_norm,
+    cos, sin, outputs, sums, places, n, first_node, width, lines, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     SOURCE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LEAST: tl.constexpr,
-    SHARED: tl.constexpr, PDL: tl.constexpr,
+    SHARED: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SOURCE of keys and values: "slots", gathered from the caches; "pages", bulk copies of (parts of) pages."""
     PADDED: tl.constexpr = 2 * HALF
@@ -86,12 +87,18 @@ def prefix_attention_kernel(
         one, two = halves(qkv, query, live, DIM, HALF)
         turn_cos, turn_sin = turn(cos, sin, position, live, DIM, HALF)
         one, two = rotate(one, two, turn_cos, turn_sin, q_norm, eps, DIM, HALF)
-        q = whole_heads(one, two)
+        q, by = whole_heads(one, two), scale  # by: of the scores, of all rows or of each
+        if k_scale is not None:
+            by *= tl.load(k_scale + head)
+        if FP8:  # is multiplied in float16, to which a device converts it fast
+            power, inverse = power_of_two(tl.max(tl.abs(q.to(tl.float32)), 1)[:, None])
+            q, by = (q * inverse).to(tl.float16 if q.dtype == tl.bfloat16 else q.dtype), by * power
 
         share = tl.cdiv(tl.cdiv(prefix, own_splits), BLOCK_N) * BLOCK_N
         low = split * share
         high = tl.minimum(low + share, prefix)
         pages = page_table + tl.load(slots + tl.load(members)) * width
+        row_by = tl.reshape(by, (BLOCK_M,)) if FP8 else by
         acc = tl.zeros([BLOCK_M, PADDED], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
@@ -115,16 +122,19 @@ def prefix_attention_kernel(
             score = tl.dot(q, k.to(q.dtype).T, input_precision="ieee")
             if at + BLOCK_N > high:
                 score = tl.where((key < high)[None, :], score, float("-inf"))
-            peak = tl.maximum(top, tl.max(score, 1) * scale)
-            weight = tl.math.exp2(score * scale - peak[:, None])
+            peak = tl.maximum(top, tl.max(score, 1) * row_by)
+            weight = tl.math.exp2(score * by - peak[:, None])
             fade = tl.math.exp2(top - peak)
             acc = tl.dot(weight.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
             total = total * fade + tl.sum(weight, 1)
             top = peak
 
+        whole = 1.0 / total
+        if v_scale is not None:
+            whole *= tl.load(v_scale + head)
         line = lines * head.to(tl.int64) + item * BLOCK_M + tl.arange(0, BLOCK_M)
         tl.store(
-            outputs + line[:, None] * PADDED + both[None, :], acc / total[:, None], live[:, None] & inside[None, :]
+            outputs + line[:, None] * PADDED + both[None, :], acc * whole[:, None], live[:, None] & inside[None, :]
         )
         tl.store(sums + line, top + tl.math.log2(total), live)
         if (head == 0) & (split == 0):
@@ -202,7 +212,7 @@ def merge_prefixes(
 def prefix_attention(queries: DecodeQueries, inputs: AttentionInputs, tile: PrefixTile | None = None) -> PrefixPartials:
     """Attention of `queries` to the keys of their `prefixes`; it leaves sequences without one out. tile: chosen by the
     sizes if None."""
-    qkv, heads, positions, keys, values = inputs
+    qkv, heads, positions, keys, values, k_scale, v_scale = inputs
     prefixes, launch, half = queries.prefixes, PrefixLaunch.of(queries, inputs, tile), tile_side(heads.dim // 2)
     assert prefixes is not None
     tile = launch.tile
@@ -215,14 +225,15 @@ def prefix_attention(queries: DecodeQueries, inputs: AttentionInputs, tile: Pref
             for x in (keys, values)
         )
     prefix_attention_kernel[(heads.kv, launch.programs)](
-        qkv, keys, values, queries.page_table, queries.slots, queries.lengths,
+        qkv, keys, values, k_scale, v_scale, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts, None if queries.ancestors is None else positions,
         prefixes.members, prefixes.groups, heads.q_norm, heads.cos, heads.sin, outputs, sums, places,
         queries.num_queries, queries.first_node, queries.page_table.shape[1], launch.lines, heads.eps,
         heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=heads.count // heads.kv, DIM=heads.dim, HALF=half, PAGE=queries.page_size,
         SOURCE=launch.source, GROUPS=prefixes.groups.shape[1], BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        LEAST=max(LEAST_KEYS, tile.block_n), SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,
+        LEAST=max(LEAST_KEYS, tile.block_n), SHARED=heads.shared, FP8=inputs.k_cache.dtype.itemsize == 1,
+        num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers, **pdl(qkv),
     )  # fmt: skip
     return PrefixPartials(outputs, sums, places, launch.lines)

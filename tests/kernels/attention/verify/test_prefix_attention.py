@@ -111,11 +111,16 @@ def test_blocks_and_windows(device: torch.device, monkeypatch: pytest.MonkeyPatc
     assert case.check(2, Mask(window=9)).shape == windowed.shape
 
 
-def test_fp8_cache(device: torch.device) -> None:
-    case = Case(device, DTYPES[-1], LENGTHS, 4, cache=torch.float8_e4m3fn, norm=False)
+@pytest.mark.parametrize(
+    ("dtype", "scaled"), first_quick(1, [(DTYPES[-1], True), (torch.float32, False), (DTYPES[-1], False)])
+)
+def test_fp8_cache(device: torch.device, dtype: torch.dtype, scaled: bool) -> None:
+    case = Case(device, dtype, LENGTHS, 4, cache=torch.float8_e4m3fn, norm=False)
     if device.type == "cpu":  # the interpreter rounds to FP8 differently than torch: use values that need no rounding
-        case.qkv = case.qkv.to(torch.float8_e4m3fn).to(case.dtype)
+        case.qkv = (2 * case.qkv).round() / 2
         case.heads.cos.fill_(1), case.heads.sin.fill_(0)
+    if scaled:
+        case.scales = [2.0 ** (torch.arange(2, device=device) + first) for first in (-2, 1)]
     share(case, TWO)
     case.check(2, prefix_tile=SMALL)
 
