@@ -172,17 +172,17 @@ def merge_prefixes_kernel(
         line = lines * head.to(tl.int64) + tl.load(places + sequence * 3) + row
         apart, splits = tl.load(places + sequence * 3 + 1), tl.load(places + sequence * 3 + 2)
         for first in tl.range(0, splits, PARTS, num_stages=1):
-            loaded = ()
-            for step in tl.static_range(PARTS):
+            parts, logs = (), ()
+            for step in tl.static_range(PARTS):  # all are asked for before the first is waited for
                 at = line + (first + step) * apart
                 there = live & (row * 0 + first + step < splits)
                 part = tl.load(outputs + at[:, None] * PADDED + both[None, :], there[:, None] & inside[None, :], 0.0)
-                loaded = loaded + ((part, tl.load(sums + at, there, float("-inf"))),)  # type: ignore[assignment]  # noqa: RUF005
+                parts = parts + (part,)  # type: ignore[assignment]  # noqa: RUF005 (Triton knows no stars)
+                logs = logs + (tl.load(sums + at, there, float("-inf")),)  # type: ignore[assignment]  # noqa: RUF005
             for step in tl.static_range(PARTS):
-                part, log = loaded[step]
-                higher = tl.maximum(top, log)
-                fade, gain = tl.exp2(top - higher), tl.exp2(log - higher)
-                whole = whole * fade[:, None] + part * gain[:, None]
+                higher = tl.maximum(top, logs[step])
+                fade, gain = tl.exp2(top - higher), tl.exp2(logs[step] - higher)
+                whole = whole * fade[:, None] + parts[step] * gain[:, None]
                 mass = mass * fade + gain
                 top = higher
     tl.store(out + cell[:, None] * DIM + column[None, :], (whole / mass[:, None]).to(out.dtype.element_ty), mask)
@@ -199,6 +199,7 @@ def merge_prefixes(
     """Write the average of what was found in the prefixes and in the rest, `own` float32 [T, count * dim] with the
     logarithms to base 2 of the sums of weights, `sums` [T, count], to `out` [T, count * dim]. Parts are added in the
     order of the splits."""
+    assert queries.prefixes is not None
     rows = queries.num_queries * (heads.count // heads.kv)
     tile = min(16, next_power_of_2(rows))
     merge_prefixes_kernel[(heads.kv * cdiv(rows, tile), len(queries.lengths))](
