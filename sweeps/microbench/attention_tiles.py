@@ -9,10 +9,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout, SharedPrefixes
+from specbatch.kernels.attention.verify.prefix_attention_triton import PrefixWork
 from specbatch.kernels.attention.verify.verify_attention_configs import Tile, most_splits, splits_for, tile_for
 from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
 from specbatch.kernels.common.sizes import multiprocessors
@@ -154,4 +156,5 @@ def verify_step(work: Work, prefixes: SharedPrefixes | None = None) -> Callable[
     torch.cuda.synchronize()  # the kernel reads some inputs before the previous kernel has ended
     queries = DecodeQueries(table, rows, lengths, work.n, size, prefixes=prefixes)
     inputs = [AttentionInputs(qkv, heads, lengths, k[copy], v[copy]) for copy in range(work.copies)]
-    return lambda copy, **options: verify_attention(queries, inputs[copy], Mask(), **options)
+    works: dict[Any, PrefixWork] = {}
+    return lambda copy, **options: verify_attention(queries, inputs[copy], Mask(), works=works, **options)

@@ -19,8 +19,13 @@ import triton.language as tl
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
 from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two, to_stored
-from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixTile
-from specbatch.kernels.attention.verify.prefix_attention_triton import merge_prefixes, prefix_attention
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile
+from specbatch.kernels.attention.verify.prefix_attention_triton import (
+    PrefixWork,
+    divide,
+    merge_prefixes,
+    prefix_attention,
+)
 from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
@@ -334,10 +339,11 @@ def verify_attention(
     splits: int | None = None,
     tile: Tile | None = None,
     prefix_tile: PrefixTile | None = None,
+    works: dict[tuple[PrefixLaunch, int], PrefixWork] | None = None,
 ) -> torch.Tensor:
     """`DecodeAttentionRef` of `queries`; the positions of a chain follow from its lengths and are not read. splits: how
     many programs share the old keys of a tile; tile: its configuration; both are chosen by the sizes if None, as is
-    prefix_tile.
+    prefix_tile. works: where a pass with shared prefixes keeps how its work is divided, for all of its layers.
 
     All inputs but `projected` are read before the previous kernel, as a rule the qkv GEMM, has ended: that kernel must
     not write them. The writes of any earlier kernel are visible, because a GEMM lets the next kernel start only after
@@ -348,11 +354,16 @@ def verify_attention(
     if queries.prefixes is None or mask.window is not None:
         _attention(queries, inputs, mask, out, None, splits, tile)
         return out
-    found = prefix_attention(queries, inputs, prefix_tile)
+    launch = PrefixLaunch.of(queries, inputs, prefix_tile)
+    works = {} if works is None else works
+    key = launch, heads.count
+    if key not in works:
+        works[key] = divide(queries, heads, launch)
+    found = prefix_attention(queries, inputs, launch, works[key])
     own = torch.empty_like(out, dtype=torch.float32)
     sums = torch.empty(len(qkv), heads.count, dtype=torch.float32, device=qkv.device)
     _attention(queries, inputs, mask, own, sums, splits, tile)
-    merge_prefixes(queries, heads, found, own, sums, out)
+    merge_prefixes(queries, heads, works[key], found, own, sums, out)
     return out
 
 
