@@ -12,11 +12,13 @@ from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.sampling_params import MOST_BAD_WORDS, MOST_BIASES, MOST_WORD_TOKENS
 from specbatch.core.token_constraint import Constraint
 from specbatch.grammar.token_automaton import FREE
+from specbatch.kernels.attention.queries import SharedPrefixes
 from specbatch.kernels.common.upload import upload, upload_to
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.sampling.accept import BatchRows
 from specbatch.kernels.sampling.verify_inputs import verify_inputs
 from specbatch.memory.grammar_pool import CELLS
+from specbatch.memory.shared_prefixes import MOST_GROUPS, PrefixGroups
 
 MOST_END_TOKENS = 64  # of a request with `min_tokens`
 # Columns of the rows of requests: seed, end_from, prompt and grammar; floats as their bits; end tokens
@@ -87,6 +89,8 @@ class DeviceBatch:
         self._banned = torch.full(shape, ANY, dtype=torch.int64, device=device)
         # Of grammars. It never moves, because graphs hold its address.
         self._tables = torch.empty(CELLS, dtype=torch.int16, device=device)
+        # Of shared prefixes: groups, lengths and members.
+        self._prefixes = torch.zeros(3 * MOST_GROUPS + 2 * slots, dtype=torch.int32, device=device)
         self._restricted: set[int] = set()  # slots with biases or bad words
         self._filled: dict[int, torch.Tensor] = {}
 
@@ -150,6 +154,20 @@ class DeviceBatch:
         if pages:
             slot, index, page = upload(pages, self.device).unbind(1)
             self.page_table[slot, index] = page
+
+    def share_prefixes(self, found: PrefixGroups) -> None:
+        """Write the groups of the next steps, whose requests are in the order of `found`."""
+        values = np.zeros(len(self._prefixes), np.int32)
+        first = 0
+        for part, room in ((found.groups, 3 * MOST_GROUPS), (found.lengths, self.slots), (found.members, self.slots)):
+            values[first : first + part.size] = part.reshape(-1)
+            first += room
+        upload_to(self._prefixes, values)
+
+    def shared_prefixes(self, count: int) -> SharedPrefixes:
+        """Of a step over `count` requests, at fixed addresses."""
+        groups, lengths, members = self._prefixes.split([3 * MOST_GROUPS, self.slots, self.slots])
+        return SharedPrefixes(lengths[:count], members, groups.view(3, MOST_GROUPS))
 
     def look_up(self, slots: torch.Tensor, flags: SamplingFlags) -> tuple[torch.Tensor, Sampling]:
         """KV lengths [B] and sampling parameters of slots [B]."""

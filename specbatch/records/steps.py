@@ -31,6 +31,8 @@ class Counters:
     device_steps: int = 0
     device_idle_s: float = 0.0  # device time between consecutive iterations with no prefill between them
     device_gaps: int = 0
+    sharing_iterations: int = 0  # that read prefixes which requests share once
+    shared_tokens: int = 0  # summed over those: whose keys a layer would else have read again
     # By the number of requests, as text: iterations and their seconds. Device time and the gap before it where known;
     # without a CUDA device the host's time for launching and waiting.
     steps_by_rows: dict[str, list[float]] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from specbatch.engine.device.prefill import PrefillWork
 from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
 from specbatch.grammar.token_automaton import FREE
+from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
 
@@ -92,6 +93,7 @@ class Runner:
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._num_drafts = 0  # of the last decode step
+        self._sharing: PrefixGroups | None = None  # what the worker knows of it
         self._launched_at = 0.0
         self._last_timer: StepTimer | None = None  # of the last decode step, if nothing was launched after it
 
@@ -138,6 +140,7 @@ class Runner:
         if plan.new_pages:
             self._worker.add_pages(plan.new_pages)
         slots = [item.slot for item in plan.requests]
+        self._share_prefixes(slots)
         flags = SamplingFlags.of(item.request for item in plan.requests)
         num_drafts = self._draft_length.choose(len(slots))
         if self._prepare_draft(plan.requests, num_drafts, plan.bound):
@@ -205,6 +208,16 @@ class Runner:
             if count and not self.scheduler.is_void(chunk.request, chunk.epoch):
                 assert chunk.request.prompt_logprobs is not None
                 chunk.request.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + count] = found
+
+    def _share_prefixes(self, slots: list[int]) -> None:
+        """Tell the worker what the requests of a step in these slots share, if it has changed."""
+        found = self.scheduler.shared_prefixes(slots)
+        if found is not self._sharing:
+            self._worker.share_prefixes(found)
+            self._sharing = found
+        if found is not None:
+            self.counters.sharing_iterations += 1
+            self.counters.shared_tokens += found.saved
 
     def _prepare_draft(self, requests: list[ScheduledRequest], num_drafts: int, bound: int) -> bool:
         """Prepare the drafter for another number of drafts than in the last step. True if anything was launched."""

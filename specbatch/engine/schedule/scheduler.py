@@ -16,6 +16,7 @@ from specbatch.core.request import Request
 from specbatch.memory.grammar_pool import GrammarPool
 from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.prefix_cache import PrefixCache
+from specbatch.memory.shared_prefixes import PrefixGroups, SharedPrefixPlanner
 from specbatch.memory.state_cache import Found, StateCache
 
 
@@ -71,6 +72,7 @@ class Scheduler:
                        are freed, and such requests leave no prefix of their answers in `cache`
     state_cache        of the prefixes in `cache`, for a model with recurrent layers
     samples_share      whether the samples of a prompt share its pages, even if `cache` is None
+    sharing            plans decode steps that read a shared prefix once; None: they read it for each request
     """
 
     def __init__(
@@ -86,12 +88,14 @@ class Scheduler:
         window: int | None = None,
         state_cache: StateCache | None = None,
         samples_share: bool = True,
+        sharing: SharedPrefixPlanner | None = None,
     ) -> None:
         self.pool = pool
         self.cache = PrefixCache(pool, page_size) if cache is None else cache
         self._reuses_prefixes = cache is not None
         self._samples_share = samples_share
         self.state_cache = state_cache
+        self._sharing = sharing
         self._page_size = page_size
         self._prefill_chunk = prefill_chunk
         self.kv_slots_per_step = kv_slots_per_step
@@ -213,6 +217,10 @@ class Scheduler:
             request.pending = 1
             self._prefilling.remove(request)
             self._running.append(request)
+            if self._sharing is not None:
+                # The draft may still have to write the newest positions.
+                full = max(end - 1 - self._uncached_tail, 0) // self._page_size
+                self._sharing.add(request.slot, request.pages[:full])
         return count
 
     def plan_decode(self, *, may_retract: bool) -> DecodePlan | None:
@@ -251,6 +259,11 @@ class Scheduler:
             item.request.pending += 1
         new_pages, self._new_pages = self._new_pages, {}
         return DecodePlan(scheduled, [(*place, page) for place, page in new_pages.items()], bound)
+
+    def shared_prefixes(self, slots: list[int]) -> PrefixGroups | None:
+        """What the requests of a step in these slots share, if reading it once pays. The same object until it
+        changes."""
+        return None if self._sharing is None else self._sharing.plan(slots)
 
     def expects_all_to_end(self) -> bool:
         """Whether the results in flight are expected to bring every admitted request to its length limit. Stops are not
@@ -363,6 +376,8 @@ class Scheduler:
         request.pages = []
         request.freed = 0
         self._new_pages = {place: page for place, page in self._new_pages.items() if place[0] != request.slot}
+        if self._sharing is not None:
+            self._sharing.remove(request.slot)
         self.free_slots.append(request.slot)
         request.slot = None
         if request.automaton is not None:

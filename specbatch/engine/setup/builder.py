@@ -23,17 +23,18 @@ from specbatch.engine.device.verify_budget import BudgetedStep, VerifyBudget
 from specbatch.engine.schedule.draft_length import DraftLength, announced
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.setup.cache_scales import stored_cache
-from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan
+from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan, shares_prefixes
 from specbatch.engine.setup.prepare import Prepared, prepare
 from specbatch.engine.setup.step_times import measure_step_times
 from specbatch.errors import counted
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import acceptance_thresholds
-from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.kv_cache import KVCache, bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
+from specbatch.memory.shared_prefixes import SharedPrefixPlanner
 from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -110,6 +111,10 @@ def _build(
         log("prefix cache: off, because no prefix state fits next to the KV pages; use a higher memory_fraction")
         prepared = prepared._replace(config=replace(config, prefix_cache=False))
     log(f"decoding: {config.speculation}")
+    if shares_prefixes(prepared):
+        log("shared prefixes: steps read them once for all requests that share one, where that is faster")
+    elif config.prefix_cache and config.deterministic:
+        log("shared prefixes: steps read them for each request, as deterministic=True fixes the order of sums")
     asked = config.speculation
     if counts_root(asked.draft_steps, asked.draft_topk, asked.draft_tokens):
         log(
@@ -209,6 +214,9 @@ def _load(
     elif (budget := _budget(config, device)) is not None:
         step = BudgetedStep(**vars(step), budget=budget)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
+    sharing = None
+    if shares_prefixes(prepared):
+        sharing = SharedPrefixPlanner(config.page_size, bytes_per_page(prepared.model, 1, 1, cache.dtype))
     worker = DeviceWorker(
         batch,
         PrefillStep(batch, model, forward, drafter, states=states, workspace=plan.workspace, **passes),
@@ -222,6 +230,7 @@ def _load(
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
         deterministic=config.deterministic,
+        may_share=sharing is not None,
         token_check=token_check,
         corpus=corpus,
     )
@@ -231,7 +240,7 @@ def _load(
         tokenizer=target.tokenizer(),
         model=model,
         plan=plan,
-        scheduler=_scheduler(config, plan, model.config, draft, has_states=bool(states)),
+        scheduler=_scheduler(config, plan, model.config, draft, sharing, has_states=bool(states)),
         worker=worker,
         draft_length=DraftLength(config.speculation.draft_lengths, batch_buckets(config.max_running)),
         draft=draft,
@@ -265,6 +274,7 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
         "state_bytes": plan.states,
         "cached_states": plan.cached_states,
         "prefix_cache": "on" if config.prefix_cache else "off",
+        "shared_prefixes": "once" if shares_prefixes(prepared) else "each",
     }
     if asked.verify_budget is not None:
         caps["verify_budget"] = asked.verify_budget
@@ -282,7 +292,13 @@ def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:
 
 
 def _scheduler(
-    config: EngineConfig, plan: MemoryPlan, target: ModelConfig, draft: DraftPlan, *, has_states: bool
+    config: EngineConfig,
+    plan: MemoryPlan,
+    target: ModelConfig,
+    draft: DraftPlan,
+    sharing: SharedPrefixPlanner | None,
+    *,
+    has_states: bool,
 ) -> Scheduler:
     pool = PagePool(plan.kv_pages)
     prefixes, state_cache = None, None
@@ -301,6 +317,7 @@ def _scheduler(
         window=_largest_window([target, *[draft.config] * bool(draft.kv_layers)]),
         state_cache=state_cache,
         samples_share=state_cache is not None or not has_states,
+        sharing=sharing,
     )
 
 
