@@ -115,8 +115,8 @@ def divide(queries: DecodeQueries, heads: QKVLayout, launch: PrefixLaunch) -> Pr
 
 @triton.jit
 def prefix_attention_kernel(
-    qkv, keys, values, k_scale, v_scale, page_table, slots, lengths, firsts, positions, prefix_members, items, items_end,
-    q_norm, cos, sin, outputs, sums, n, first_node, width, lines, eps, scale,
+    qkv, keys, values, k_scale, v_scale, page_table, slots, lengths, firsts, positions, prefix_members, items,
+    items_end, q_norm, cos, sin, outputs, sums, n, first_node, width, lines, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     SOURCE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHARED: tl.constexpr, FP8: tl.constexpr,
     PDL: tl.constexpr,
@@ -260,7 +260,8 @@ def merge_prefixes(
     rows = queries.num_queries * (heads.count // heads.kv)
     tile = min(16, next_power_of_2(rows))
     merge_prefixes_kernel[(heads.kv * cdiv(rows, tile), len(queries.lengths))](
-        own, sums, *found, work.places, queries.prefixes.lengths, None if queries.packed is None else queries.packed.firsts, out,
+        own, sums, *found, work.places, queries.prefixes.lengths,
+        None if queries.packed is None else queries.packed.firsts, out,
         queries.num_queries, found.sums.shape[1],
         KV=heads.kv, GROUP=heads.count // heads.kv, DIM=heads.dim, HALF=tile_side(heads.dim // 2), ROWS=tile, PARTS=4,
         num_warps=max(1, tile // 4), **pdl(out),
