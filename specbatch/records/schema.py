@@ -95,6 +95,7 @@ class _Profile(Table):
     name: str
     conditional: list[Number]
     curve: list[Annotated[list[Number], Field(min_length=2, max_length=2)]] = []
+    by_context: list[tuple[Count, list[Number]]] = []
 
 
 class _SpeculationSettings(Table):

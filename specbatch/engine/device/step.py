@@ -39,8 +39,8 @@ class Verified(NamedTuple):
 class DecodeStep:
     """Advances every request of a step by the drafts that it accepts and one token of the target's own.
 
-    simulate: thresholds int64 [D] of simulated acceptance, for benchmarks; verification: the rule for sampled drafts
-    (for both see `accept_ref`). Subclasses add a budget of rows (`BudgetedStep`) and a digest (`DigestedStep`).
+    simulate: thresholds of simulated acceptance, for benchmarks; verification: the rule for sampled drafts (for both
+    see `accept_ref`). Subclasses add a budget of rows (`BudgetedStep`) and a digest (`DigestedStep`).
     """
 
     model: Decoder

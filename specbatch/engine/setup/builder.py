@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.draft_shape import counts_root
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
@@ -28,7 +29,7 @@ from specbatch.engine.setup.step_times import measure_step_times
 from specbatch.errors import counted
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
-from specbatch.kernels.sampling.rng import acceptance_thresholds
+from specbatch.kernels.sampling.rng import acceptance_thresholds, thresholds_by_context
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, size_text
@@ -194,7 +195,7 @@ def _load(
         drafter = CorpusDrafter(drafter, corpus.index)
     states = [one.states for one in loader.caches if one.states is not None]
     simulated = config.speculation.simulated
-    simulate = None if simulated is None else acceptance_thresholds(simulated.conditional, device)
+    simulate = None if simulated is None else _thresholds(simulated, device)
     step = DecodeStep(model, cache, drafter, simulate, config.speculation.verification)
     token_check = None if ranks is None else TokenCheck(device)
     if token_check is not None:
@@ -263,6 +264,12 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
     if corpus is not None:
         caps |= {"corpus_tokens": corpus.size, "corpus_bytes": corpus.bytes(running)}
     return caps
+
+
+def _thresholds(simulated: AcceptanceProfile, device: torch.device) -> torch.Tensor:
+    if simulated.by_context:
+        return thresholds_by_context(simulated.at, device)
+    return acceptance_thresholds(simulated.conditional, device)
 
 
 def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:
