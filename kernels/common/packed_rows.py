@@ -47,3 +47,9 @@ def pack_rows(counts: torch.Tensor, most: int, total: int) -> PackedRows:
     places = counts.new_zeros(total + 1)
     places[torch.where(exists.flatten(), rows, total)] = torch.arange(len(rows), device=counts.device)
     return PackedRows(places[:total], rows, firsts)
+
+
+def rows_of_groups(first: int, others: int, most: int, device: torch.device) -> PackedRows:
+    """Packed rows of so many sequences with `most` rows each, and after them others with one row."""
+    counts = torch.tensor([most] * first + [1] * others, device=device)
+    return pack_rows(counts, most, first * most + others)

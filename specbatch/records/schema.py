@@ -171,6 +171,7 @@ class Counters(Table):
     acceptance: _Acceptance | None = None
     emitted_histogram: list[Count] = []
     draft_lengths: dict[CountText, dict[str, Positive]] = {}
+    draft_lengths_by_context: dict[CountText, dict[CountText, dict[str, Positive]]] = {}
     graphs: dict[str, _GraphCounts] = {}
     steps_by_rows: dict[CountText, Annotated[list[Amount], Field(min_length=2, max_length=2)]] = {}
     errors: dict[str, Count] = {}

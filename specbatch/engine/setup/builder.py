@@ -21,11 +21,11 @@ from specbatch.engine.device.score_step import ScoreStep
 from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.device.token_check import DigestedStep, TokenCheck
 from specbatch.engine.device.verify_budget import BudgetedStep, VerifyBudget
-from specbatch.engine.schedule.draft_length import DraftLength, announced
+from specbatch.engine.schedule.draft_length import PROBED, DraftLength, announced
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan
 from specbatch.engine.setup.prepare import Prepared, prepare
-from specbatch.engine.setup.step_times import measure_step_times
+from specbatch.engine.setup.step_times import measure_catch_up, measure_step_times
 from specbatch.errors import counted
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
@@ -196,16 +196,21 @@ def _load(
     states = [one.states for one in loader.caches if one.states is not None]
     simulated = config.speculation.simulated
     simulate = None if simulated is None else _thresholds(simulated, device)
-    step = DecodeStep(model, cache, drafter, simulate, config.speculation.verification)
+    idles = draft.catch_up != "none" and corpus is None
+    can_split = config.speculation.is_auto and ranks is None and corpus is None and (idles or not draft.layers)
+    step = DecodeStep(model, cache, drafter, simulate, config.speculation.verification, idles)
     token_check = None if ranks is None else TokenCheck(device)
     if token_check is not None:
         step = DigestedStep(**vars(step), history=token_check.history)
     elif (budget := _budget(config, device)) is not None:
         step = BudgetedStep(**vars(step), budget=budget)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
+    reads = draft.catch_up == "target"
     worker = DeviceWorker(
         batch,
-        PrefillStep(batch, model, forward, drafter, states=states, workspace=plan.workspace, **passes),
+        PrefillStep(
+            batch, model, forward, drafter, states=states, workspace=plan.workspace, reads_features=reads, **passes
+        ),
         step,
         ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
         caches=loader.caches,
@@ -218,7 +223,10 @@ def _load(
         deterministic=config.deterministic,
         token_check=token_check,
         corpus=corpus,
+        fewest=PROBED if can_split else None,
     )
+    chooser = DraftLength(config.speculation.draft_lengths, batch_buckets(config.max_running))
+    chooser.can_split = can_split
     return EngineParts(
         config=config,
         device=device,
@@ -227,7 +235,7 @@ def _load(
         plan=plan,
         scheduler=_scheduler(config, plan, model.config, draft, has_states=bool(states)),
         worker=worker,
-        draft_length=DraftLength(config.speculation.draft_lengths, batch_buckets(config.max_running)),
+        draft_length=chooser,
         draft=draft,
         diagnose=use_fp8_activations(fp8)(drafter.diagnose),
         caps=_caps(prepared, plan, cache, batch.tokens.numel(), fp8=fp8),
@@ -340,11 +348,22 @@ def _times(caps: dict[str, Any], total: float) -> str:
 
 def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
     """Time decode steps of every length, if one is chosen as the engine runs. Returns seconds, for the caps."""
-    if not parts.draft_length.is_auto:
+    chooser, pages = parts.draft_length, parts.plan.kv_pages
+    if not chooser.is_auto:
         return {}
-    bound = parts.scheduler.kv_slots_per_step + 1
-    catch_up = parts.config.prefill_chunk if parts.draft.idle_at_zero else None
-    times = measure_step_times(parts.worker, parts.draft_length, bound=bound, catch_up_tokens=catch_up)
-    return {
-        "draft_length_s": {str(rows): {str(n): seconds for n, seconds in row.items()} for rows, row in times.items()}
-    }
+    slots = parts.scheduler.kv_slots_per_step
+    model = measure_step_times(parts.worker, chooser.buckets, chooser.draft_lengths, slots_per_step=slots, pages=pages)
+    chooser.model = model
+    if parts.draft.catch_up != "none":
+        chooser.catch_up_s = measure_catch_up(parts.worker, parts.config.prefill_chunk, pages)
+        chooser.idle_tokens = parts.draft.uncached_tail + 1
+
+    def seconds(cached: int) -> dict[str, dict[str, float]]:
+        return {
+            str(rows): {str(n): model.expected(model.kind(rows, n), cached) for n in chooser.draft_lengths}
+            for rows in chooser.buckets
+        }
+
+    base, more = seconds(0), seconds(1)
+    per_token = {rows: {n: more[rows][n] - base[rows][n] for n in row} for rows, row in base.items()}
+    return {"draft_length_s": base, "cached_token_s": per_token, "catch_up_token_s": chooser.catch_up_s}
