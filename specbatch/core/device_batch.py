@@ -166,7 +166,7 @@ class DeviceBatch:
             own = torch.arange(count * pages, device=self.device).view(count, pages)
             self.page_table[1 : count + 1, :pages] = own + 1
             self.lengths[1 : count + 1] = length
-            self.tokens[1 : count + 1, length] = torch.arange(count, device=self.device)
+            self.tokens[1 : count + 1, length] = torch.arange(count, device=self.device) % 128
 
     def add_pages(self, pages: list[tuple[int, int, int]]) -> None:
         """Extend page rows: (slot, index in its row, page) each."""

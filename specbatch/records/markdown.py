@@ -83,9 +83,9 @@ def draft_length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any
     total = sum(found.total() for known in steps.values() for found in known.values())
     lines = []
     for bucket, known in sorted(steps.items(), key=lambda item: int(item[0])):
-        times = ", ".join(f"{n}: {1000 * seconds:.2f}" for n, seconds in caps["draft_length_s"][bucket].items())
         shown = {context: found for context, found in known.items() if 20 * found.total() >= total}
         for context, found in sorted(shown.items(), key=lambda item: int(item[0] or 0)):
+            times = ", ".join(f"{n}: {1000 * seconds:.2f}" for n, seconds in caps["draft_length_s"][bucket].items())
             where = f" after {context} tokens or more" if len(known) > 1 else ""
             shares = ", ".join(f"{length} in {count / found.total():.0%}" for length, count in found.most_common())
             steps_text = counted(found.total(), "step")

@@ -56,7 +56,7 @@ def late_results(patch: pytest.MonkeyPatch, late: bool = True) -> None:
 def no_step_times(patch: pytest.MonkeyPatch) -> None:
     """Engines with `draft_tokens="auto"` neither time steps at start nor learn from step times."""
     patch.setattr(DraftLength, "took", lambda *_: None)
-    patch.setattr("specbatch.engine.setup.builder.measure_catch_up", lambda *_: 1e-3)
+    patch.setattr("specbatch.engine.setup.builder.measure_catch_up", lambda *_, **__: (1e-3, 1e-4))
 
     def constant(worker: object, buckets: list[int], lengths: Sequence[int], **_: object) -> StepModel:
         return StepModel(buckets, {size: dict.fromkeys(lengths, 1.0) for size in buckets})

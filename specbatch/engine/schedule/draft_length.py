@@ -9,7 +9,7 @@ only some of them draft.
 
 Requests that draft nothing cost a drafter nothing: it does not run for them, and has to catch up before they draft
 again. Nor does it have to run for prompts whose requests are not expected to draft. What catching up takes is divided
-among the steps that a request is expected to run.
+among the steps that a request is expected to run; what prompts take of a drafter, among the new tokens.
 
 Both sides are measured: acceptance and the tokens that were kept of it, and the times of the run's steps, which correct
 those measured at start. Rarely, what is not used is probed: a few requests draft for some steps where none does; else a
@@ -39,6 +39,7 @@ REST = 64  # fewest steps between probes
 NEAR = 0.85  # lengths with less than this share of the best speed are not probed for their time
 PROBED, PROBE_STEPS = 4, 16  # requests that draft in a probe where none does, and for how many steps
 KEPT = 1 / 64  # weight of a step in the share of emitted tokens that is kept
+RATE = 1 / 1024  # the same in the number of prompt tokens for each new token
 
 
 def probe_size(rows: int) -> int:
@@ -88,6 +89,7 @@ class DraftLength:
 
     model         times of steps, filled in at start
     catch_up_s    seconds that catching up takes for each missing token; 0: the drafter misses nothing
+    prompt_s      seconds that the drafter takes for each token of a prompt
     idle_tokens   tokens that a request misses after a single step without drafts
     can_split     whether some requests of a step may draft while others do not
     """
@@ -98,12 +100,15 @@ class DraftLength:
         self.buckets = buckets
         self.model = StepModel(buckets, {size: dict.fromkeys(draft_lengths, 1.0) for size in buckets})
         self.catch_up_s = 0.0
+        self.prompt_s = 0.0
         self.idle_tokens = 0
         self.can_split = False
         self.acceptance = AcceptanceByContext(draft_lengths[-1])
         self._most = draft_lengths[-1]
         self._current: dict[int, tuple[int, int | None]] = {}  # by bucket: the form of the last option
         self._kept = {False: 1.0, True: 1.0}  # of the emitted tokens of steps without drafts, and with
+        self._prompt_tokens = self._new_tokens = 0.0  # of late
+        self._has_ended = False
         self._saved = 0.0  # seconds that a probe may cost
         self._rested = 0
         self._longest_next = True
@@ -139,9 +144,10 @@ class DraftLength:
         kind = self._kind(rows, num_drafts, members)
         return Choice(num_drafts, members, kind, self.model.expected(kind, cached), probe is not None)
 
-    def drafts_prompts(self, rows: int, contexts: Sequence[int]) -> bool:
-        """Whether the drafter runs for prompts, whose contexts are given, as soon as they are computed: whether they
-        are expected to draft in a batch of so many requests."""
+    def drafts_prompts(self, rows: int, contexts: Sequence[int], tokens: int) -> bool:
+        """Whether the drafter runs for `tokens` of prompts, whose contexts are given, as soon as they are computed:
+        whether they are expected to draft in a batch of so many requests."""
+        self._prompt_tokens += tokens if self._has_ended else 0  # later prompts come as answers end
         if not self.is_auto or not self.catch_up_s:
             return True
         if self._current.get(self.bucket(rows), (0, None))[0]:
@@ -155,17 +161,18 @@ class DraftLength:
         self, requests: Requests, rows: int, cached: int, *, splits: bool = True
     ) -> dict[tuple[int, int | None], _Option]:
         """By form: one common length each, and where requests differ the best in which only some of them draft."""
-        places = [range_of(context) for context in requests.contexts]
+        places = [context.bit_length() - 1 for context in requests.contexts]  # as `range_of`
         counts = Counter(places)
         lags: dict[int, float] = defaultdict(float)  # tokens to catch up with, per token that is expected yet
         if any(requests.missing):
             for place, missing, left in zip(places, requests.missing, requests.left, strict=True):
                 lags[place] += missing / left
+        prompts = self.prompt_s * self._prompt_tokens / max(self._new_tokens, 1.0)  # seconds per new token
         found = [_Option(rows * self._kept[False] / self.model.seconds(self._kind(rows, 0), cached), 0)]
         for drafts in self.draft_lengths[1:]:
             tokens = sum(count * self.acceptance.emitted(place)[drafts] for place, count in counts.items())
             late = self.catch_up_s * sum(lag * self.acceptance.emitted(place)[drafts] for place, lag in lags.items())
-            seconds = self.model.seconds(self._kind(rows, drafts), cached) * APART + late
+            seconds = self.model.seconds(self._kind(rows, drafts), cached) * APART + late + tokens * prompts
             found.append(_Option(tokens * self._kept[True] / seconds, drafts))
         is_split = self._current.get(self.bucket(rows), (0, None))[1] is not None
         self._until_split -= 1
@@ -264,10 +271,13 @@ class DraftLength:
 
     # -- what steps show --------------------------------------------------------------------------------------
 
-    def learn(self, choice: Choice, accepted: Iterable[tuple[int, int]], emitted: int, kept: int) -> None:
+    def learn(self, choice: Choice, accepted: Iterable[tuple[int, int]], emitted: int, kept: int, ended: int) -> None:
         """Observe a step: of each request that drafted its context and how many drafts it accepted; of all requests
-        the emitted tokens, and those of them that were kept."""
+        the emitted tokens, those of them that were kept, and how many of the requests ended."""
         self.acceptance.learn(choice.num_drafts, ((range_of(context), count) for context, count in accepted))
+        self._has_ended |= ended > 0
+        self._prompt_tokens *= 1 - RATE
+        self._new_tokens += kept - RATE * self._new_tokens
         if emitted and not choice.probing:
             drafted = choice.num_drafts > 0
             self._kept[drafted] += KEPT * (kept / emitted - self._kept[drafted])

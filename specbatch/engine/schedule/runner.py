@@ -200,7 +200,7 @@ class Runner:
                 finished.append(item.request)
         self._add_to_corpus(finished)
         if self._draft_length.is_auto and not launched.first:
-            self._draft_length.learn(choice, accepted, emitted, kept)
+            self._draft_length.learn(choice, accepted, emitted, kept, len(finished))
 
     def _note_prompt_logprobs(self, launched: Launched) -> None:
         if launched.scores is None:
@@ -218,7 +218,8 @@ class Runner:
         if not self._skips_prompts:
             return True
         rows = min(self.scheduler.unfinished, self._draft_length.buckets[-1])
-        drafts = self._draft_length.drafts_prompts(rows, [len(chunk.request.tokens) for chunk in chunks])
+        tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        drafts = self._draft_length.drafts_prompts(rows, [len(chunk.request.tokens) for chunk in chunks], tokens)
         if not drafts:
             self.scheduler.draft_skips(chunks)
         return drafts

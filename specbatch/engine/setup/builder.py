@@ -355,7 +355,8 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
     model = measure_step_times(parts.worker, chooser.buckets, chooser.draft_lengths, slots_per_step=slots, pages=pages)
     chooser.model = model
     if parts.draft.catch_up != "none":
-        chooser.catch_up_s = measure_catch_up(parts.worker, parts.config.prefill_chunk, pages)
+        chunk, by_target = parts.config.prefill_chunk, parts.draft.catch_up == "target"
+        chooser.catch_up_s, chooser.prompt_s = measure_catch_up(parts.worker, chunk, pages, by_target=by_target)
         chooser.idle_tokens = parts.draft.uncached_tail + 1
 
     def seconds(cached: int) -> dict[str, dict[str, float]]:
@@ -366,4 +367,9 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
 
     base, more = seconds(0), seconds(1)
     per_token = {rows: {n: more[rows][n] - base[rows][n] for n in row} for rows, row in base.items()}
-    return {"draft_length_s": base, "cached_token_s": per_token, "catch_up_token_s": chooser.catch_up_s}
+    return {
+        "draft_length_s": base,
+        "cached_token_s": per_token,
+        "catch_up_token_s": chooser.catch_up_s,
+        "draft_prompt_token_s": chooser.prompt_s,
+    }

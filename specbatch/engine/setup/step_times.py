@@ -11,6 +11,7 @@ from specbatch.core.async_copy import seconds_of
 from specbatch.core.attention_metadata import PromptChunk
 from specbatch.core.sampling import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
+from specbatch.engine.device.prefill import PrefillWork
 from specbatch.engine.schedule.step_model import StepModel, rising
 from specbatch.memory.page_pool import pages_for
 
@@ -36,63 +37,59 @@ def measure_step_times(
     slots_per_step: KV slots that a step may write to; pages: of the pool, which no request uses yet. Requests with
     pages of their own are timed, because steps over the same page would find it in the device's cache."""
     device, page_size = worker.batch.device, worker.decode_step.cache.page_size
-    sizes, room = measured_batches(buckets), (RUNS + 2) * len(draft_lengths) * slots_per_step
-    most_tokens = LONG.get(device.type, LONG["cpu"])
+    sizes, most = measured_batches(buckets), worker.batch.width - slots_per_step - 2
 
-    def time_of(size: int, num_drafts: int, bound: int) -> float:
-        slots = [*range(1, size + 1)]
-        return shortest(partial(worker.decode, slots, SamplingFlags(), num_drafts, bound), device)
-
-    def times(size: int, length: int, lengths: Sequence[int]) -> dict[int, float]:
-        """Seconds with contexts of so many tokens, by number of drafts, from many to few."""
-        bound = length + room
-        worker.place(size, length, min(pages_for(bound + 1, page_size), pages // size))
-        found: dict[int, float] = {}
-        for num_drafts in reversed(lengths):
-            if found:  # what prepares the drafter for fewer drafts is no part of a step
-                worker.shorten([*range(1, size + 1)], num_drafts, bound)
-            found[num_drafts] = time_of(size, num_drafts, bound)
-        return found
+    def time_of(size: int, length: int, num_drafts: int) -> float:
+        """Seconds with contexts of so many tokens, the shortest of some steps."""
+        slots, bound = [*range(1, size + 1)], length + slots_per_step
+        place = partial(worker.place, size, length, min(pages_for(bound + 1, page_size), pages // size))
+        place()
+        worker.shorten(slots, num_drafts, bound)  # what prepares the drafter for fewer drafts is no part of a step
+        return shortest(partial(worker.decode, slots, SamplingFlags(), num_drafts, bound), device, before=place)
 
     if device.type == "cuda":
-        worker.place(sizes[-1], 1, pages // sizes[-1])
-        warm = 0.0
+        padding, warm = [0] * sizes[-1], 0.0
         while warm < WARM_S:
-            warm += seconds_of(
-                partial(worker.decode, [*range(1, sizes[-1] + 1)], SamplingFlags(), draft_lengths[-1], room), device
-            )
-            worker.place(sizes[-1], 1, pages // sizes[-1])
+            work = partial(worker.decode, padding, SamplingFlags(), draft_lengths[-1], slots_per_step + 1)
+            warm += seconds_of(work, device)
     measured: dict[int, dict[int, float]] = {}
     per_token: dict[int, dict[int, float]] = {}
-    ends = draft_lengths[0], draft_lengths[-1]
+    short, limit = min(2 * slots_per_step + 1, most), LONG.get(device.type, LONG["cpu"])
     for size in reversed(sizes):
-        measured[size] = times(size, 1, draft_lengths)
-        longest = min(worker.batch.width - 1, pages // size * page_size, most_tokens // size) - room
+        measured[size] = {num_drafts: time_of(size, short, num_drafts) for num_drafts in reversed(draft_lengths)}
+        long = min(most, pages // size * page_size - slots_per_step - 1, limit // size)
         per_token[size] = dict.fromkeys(draft_lengths, 0.0)
-        if longest > room:
-            slow = times(size, longest, ends)
-            first, last = (max(slow[n] - measured[size][n], 0.0) / (size * longest) for n in ends)
+        if long > 4 * short:
+            ends = draft_lengths[0], draft_lengths[-1]
+            added = (max(time_of(size, long, n) - measured[size][n], 0.0) / (size * (long - short)) for n in ends)
+            first, last = added
             for n in draft_lengths:
-                per_token[size][n] = first + (last - first) * n / ends[1]
+                per_token[size][n] = first + (last - first) * n / draft_lengths[-1]
     worker.place(0, 0, 0)
     return StepModel(buckets, rising(measured), per_token)
 
 
 @torch.inference_mode()
-def measure_catch_up(worker: DeviceWorker, tokens: int, pages: int) -> float:
-    """Seconds that catching up takes per token, in a pass of up to so many."""
+def measure_catch_up(worker: DeviceWorker, tokens: int, pages: int, *, by_target: bool) -> tuple[float, float]:
+    """Seconds per token of a pass of up to so many in which the drafter catches up, and of the drafter in a prompt
+    pass. by_target: see `DraftPlan.catch_up`."""
     page_size = worker.decode_step.cache.page_size
     count = min(tokens, worker.batch.width - 2, pages * page_size - 1)
     worker.place(1, count, pages_for(count + 1, page_size))
-    seconds = shortest(partial(worker.catch_up, [PromptChunk(1, 0, count)]), worker.batch.device)
+    chunks, device = [PromptChunk(1, 0, count)], worker.batch.device
+    whole = shortest(partial(worker.catch_up, chunks), device)
+    plain = 0.0
+    if by_target:
+        plain = shortest(partial(worker.prefill, PrefillWork(chunks, [], drafts=False)), device)
     worker.place(0, 0, 0)
-    return seconds / count
+    return whole / count, max(whole - plain, 0.0) / count
 
 
-def shortest(work: Callable[[], object], device: torch.device) -> float:
-    """The shortest time of some runs."""
+def shortest(work: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None) -> float:
+    """The shortest time of some runs, each after `before`."""
     times: list[float] = []
     work()
     while len(times) < RUNS and sum(times) < ENOUGH_S:
+        before()
         times.append(seconds_of(work, device))
     return min(times)
