@@ -300,9 +300,11 @@ def test_a_step_learns_from_the_requests_that_draft(
     prompts = [list(toy.prompts()[8])] * 8
     engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
     length = len(prompts[0])
-    assert learned[0] == (5, [(length, 5), (length, 5)], 8 + 10, 8 + 10)
-    assert learned[1:3] == [(0, [], 8, 8)] * 2
-    assert learned[-1][2] > learned[-1][3] > 0
+    assert learned[0] == (5, [(length, 5), (length, 5)], 8 + 10, 8 + 10, 0)
+    assert learned[1:3] == [(0, [], 8, 8, 0)] * 2
+    *_, emitted, kept, ended = learned[-1]
+    assert emitted > kept > 0
+    assert ended > 0
 
 
 # -- settings and log -------------------------------------------------------------------------------------------------
