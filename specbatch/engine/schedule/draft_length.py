@@ -240,7 +240,9 @@ class DraftLength:
         [probed] = [option for option in common if option.num_drafts == drafts]
         seconds = self.model.seconds(self._kind(rows, drafts), cached)
         loss = seconds * max(1 - probed.speed / current.speed, 0.0)
-        if not (current.num_drafts and drafts):
+        if not current.num_drafts:
+            loss += self.catch_up_s * sum(requests.missing)
+        elif not drafts:
             loss += self.catch_up_s * self.idle_tokens * rows
         if self._saved < loss:
             return None

@@ -35,8 +35,8 @@ def chooser(times: Mapping[int, Mapping[int, float]]) -> DraftLength:
     return found
 
 
-def alike(rows: int, context: int = 100) -> Requests:
-    return Requests([context] * rows, [0] * rows, [1000] * rows)
+def alike(rows: int, context: int = 100, missing: int = 0) -> Requests:
+    return Requests([context] * rows, [missing] * rows, [1000] * rows)
 
 
 def learn(chooser: DraftLength, choice: Choice, accepted: Sequence[int], context: int = 100) -> None:
@@ -57,6 +57,7 @@ class World:
         self.random = random.Random(seed)
         self.chooser = chooser({rows: {n: times(n) for n in auto_draft_lengths(most)}})
         self.tokens, self.seconds = 0, 0.0
+        self.missing = 0  # tokens of each request, before a step that drafts
         self.steps: Counter[int] = Counter()
         self.probes = 0
         self.late: tuple[Choice, list[int], float] | None = None
@@ -65,7 +66,7 @@ class World:
         """Tokens per second of these steps; extra: seconds beyond the times that were measured at start."""
         tokens, start = self.tokens, self.seconds
         for _ in range(steps):
-            choice = self.chooser.choose(self.rows, lambda: alike(self.rows))
+            choice = self.chooser.choose(self.rows, lambda: alike(self.rows, missing=self.missing))
             length = choice.num_drafts
             self.steps[length] += 1
             self.probes += choice.probing
@@ -274,7 +275,7 @@ def test_probes_count_the_time_of_catching_up() -> None:
     found = {}
     for seconds in (0.0, 1.0):
         world = World(32, 3, lambda n: 5e-3 * (1 + n))
-        world.chooser.catch_up_s, world.chooser.idle_tokens = seconds, 1
+        world.chooser.catch_up_s, world.missing = seconds, 1
         world.run(4000, [0.1] * 3)
         found[seconds] = world.probes
     assert found[0.0] > 5
