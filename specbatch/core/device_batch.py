@@ -13,6 +13,8 @@ from specbatch.core.sampling_params import MOST_BAD_WORDS, MOST_BIASES, MOST_WOR
 from specbatch.core.token_constraint import Constraint
 from specbatch.grammar.token_automaton import FREE
 from specbatch.kernels.attention.queries import SharedPrefixes
+from specbatch.kernels.common.packed_rows import PackedRows, rows_of_groups
+from specbatch.kernels.common.rehearsal import is_rehearsing
 from specbatch.kernels.common.upload import upload, upload_to
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.sampling.accept import BatchRows
@@ -93,6 +95,7 @@ class DeviceBatch:
         self._prefixes = torch.zeros(3 * MOST_GROUPS + 2 * slots, dtype=torch.int32, device=device)
         self._restricted: set[int] = set()  # slots with biases or bad words
         self._filled: dict[int, torch.Tensor] = {}
+        self._groups: dict[tuple[int, int, int], PackedRows] = {}
 
     def admit(self, admissions: list[Admission]) -> None:
         """Write the rows of requests that were given a slot."""
@@ -148,6 +151,26 @@ class DeviceBatch:
         if number not in self._filled:
             self._filled[number] = torch.full((self.slots + 1,), number, dtype=torch.int64, device=self.device)
         return self._filled[number][: len(slots)]
+
+    def groups(self, first: int, others: int, most: int) -> PackedRows:
+        """`rows_of_groups`. Made once and shared."""
+        found = self._groups.get((first, others, most))
+        if found is None:
+            found = rows_of_groups(first, others, most, self.device)
+            if not is_rehearsing():  # there they have no values
+                self._groups[first, others, most] = found
+        return found
+
+    def place(self, count: int, length: int, pages: int) -> None:
+        """For measurements, while no request has a slot: give slots 1..count contexts of so many tokens with different
+        newest tokens, and `pages` pages of their own. With 0, as they were."""
+        self.lengths[1:] = 0
+        self.page_table[1:] = 0
+        if count:
+            own = torch.arange(count * pages, device=self.device).view(count, pages)
+            self.page_table[1 : count + 1, :pages] = own + 1
+            self.lengths[1 : count + 1] = length
+            self.tokens[1 : count + 1, length] = torch.arange(count, device=self.device) % 128
 
     def add_pages(self, pages: list[tuple[int, int, int]]) -> None:
         """Extend page rows: (slot, index in its row, page) each."""
