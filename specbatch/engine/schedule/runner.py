@@ -13,7 +13,7 @@ from specbatch.core.async_copy import AsyncCopy, StepTimer
 from specbatch.core.attention_metadata import PromptChunk
 from specbatch.core.device_batch import Admission
 from specbatch.core.request import Logprobs, Request
-from specbatch.core.sampling import SamplingFlags
+from specbatch.core.sampling_flags import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillWork
 from specbatch.engine.schedule.draft_length import DraftLength
@@ -39,7 +39,8 @@ class Launched:
     timer       device time of a decode step, where it is known
     host_s      host time spent launching it
     num_drafts  tokens drafted per request
-    counted     indices of requests whose draft had all its keys, so that its acceptance counts
+    counted     with draft_tokens="auto": indices of requests whose draft had all its keys, so that its acceptance
+                counts
     """
 
     requests: Sequence[ScheduledRequest]
@@ -73,11 +74,13 @@ class Runner:
         chunk: int,
         seed: int,
         on_tokens: OnTokens,
+        on_result: Callable[[float, int], None],
         on_prefill: Callable[[int], None],
     ) -> None:
         """idle_at_zero: see `DraftPlan`; depth: the most drafts that a verify can accept; has_budget: whether verifies
         have a budget of rows; chunk: most tokens of a prefill pass; seed: of the engine; on_tokens: called with the new
-        tokens of a request; on_prefill: called with the number of tokens of a prefill pass."""
+        tokens of a request; on_result: called with the time of a result and the number of its tokens, after them;
+        on_prefill: called with the number of tokens of a prefill pass."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._worker = worker
@@ -88,6 +91,7 @@ class Runner:
         self._chunk = chunk
         self._seed = seed
         self._on_tokens = on_tokens
+        self._on_result = on_result
         self._on_prefill = on_prefill
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -138,7 +142,7 @@ class Runner:
         if plan.new_pages:
             self._worker.add_pages(plan.new_pages)
         slots = [item.slot for item in plan.requests]
-        flags = SamplingFlags.of(item.request for item in plan.requests)
+        flags = SamplingFlags.union(item.request.flags for item in plan.requests)
         num_drafts = self._draft_length.choose(len(slots))
         if self._prepare_draft(plan.requests, num_drafts, plan.bound):
             self._last_timer = None  # the gap before this step is not idle time
@@ -150,9 +154,10 @@ class Runner:
         if timer is not None:
             timer.end(previous=self._last_timer)
         self._last_timer = timer
-        counted = frozenset(
-            index for index, item in enumerate(plan.requests) if item.request.draft_kv_valid_until is None
-        )
+        counted: frozenset[int] = frozenset()
+        if self._draft_length.is_auto:
+            kept = (index for index, item in enumerate(plan.requests) if item.request.draft_kv_valid_until is None)
+            counted = frozenset(kept)
         copy = self._copy(result)
         self._launched_at = time.perf_counter()
         if self._draft_length.is_auto:
@@ -180,17 +185,19 @@ class Runner:
         now = time.perf_counter()
         if not launched.first:
             self._count_times(launched, start, now, overlapped, late)
-        accepted, finished = [], []
+        accepted, finished, total = [], [], 0
         for index, item in enumerate(launched.requests):
-            if self.scheduler.is_void(item.request, item.epoch):
+            request = item.request
+            if self.scheduler.is_void(request, item.epoch):
                 self.counters.void_results += 1
                 continue
             if index in launched.counted:
                 accepted.append(values[index][-3])
             logprobs = Logprobs(*(of_requests[index] for of_requests in more)) if more else None
-            self._book(item.request, values[index], logprobs, launched.first, now)
-            if item.request.is_answered:
-                finished.append(item.request)
+            total += self._book(request, values[index], logprobs, launched.first, now)
+            if request.finish_reason is not None and request.is_answered:
+                finished.append(request)
+        self._on_result(now, total)
         self._add_to_corpus(finished)
         if self._draft_length.is_auto and not launched.first:
             self._draft_length.learn(launched.num_drafts, accepted)
@@ -247,7 +254,8 @@ class Runner:
         if self._draft_length.is_auto:
             self._draft_length.took(rows, launched.num_drafts, step + (gap or 0.0))
 
-    def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> None:
+    def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> int:
+        """Note the result of a request. Returns how many tokens were kept."""
         if first:
             tokens, flags = values[:1], values[1]
             accepted = drafted = 0
@@ -256,7 +264,7 @@ class Runner:
         finite, of_corpus = flags & 1, bool(flags & 2)
         self.scheduler.receive(request, None if first else accepted)
         if not finite and self.scheduler.retry_without_shared(request):
-            return
+            return 0
         if not finite:
             request.finish_reason = "error"
             request.error = (
@@ -265,13 +273,14 @@ class Runner:
             )
             self.scheduler.fail(request)
             self._on_tokens(request, [])
-            return
+            return 0
         kept = request.append(tokens[: accepted + 1], now, logprobs if request.params.logprobs else None)
         if not first:
             request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus, has_budget=self._has_budget)
-        if request.finished:
+        if request.finish_reason is not None:
             self.scheduler.finish(request)
-        self._on_tokens(request, request.tokens[len(request.tokens) - kept :])
+        self._on_tokens(request, tokens[:kept])
+        return kept
 
     def _add_to_corpus(self, finished: list[Request]) -> None:
         corpus = self._worker.corpus
@@ -335,6 +344,6 @@ def _prefill_work(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]
         ending,
         plan.loads,
         plan.saves,
-        SamplingFlags.of(chunks[index].request for index in ending),
+        SamplingFlags.union(chunks[index].request.flags for index in ending),
         targets,
     )
