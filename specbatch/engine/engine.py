@@ -137,12 +137,14 @@ class Engine(InferenceEngine):
                 self._state = "ready"
 
     def _run(self, source: Source, concurrency: int) -> Events:
+        self._runner.rest()
         while source.is_open or self._requests.pending:
             while len(self._requests) < concurrency and (taken := source.take()) is not None:
                 item, arrived = taken
                 self._window.open(arrived)
                 self._requests.submit(item, arrived)
             if not self._requests.pending:
+                self._runner.rest()
                 source.wait()
                 continue
             self._requests.handle_aborts()

@@ -37,6 +37,7 @@ class Launched:
     first       a prefill, whose results are first tokens; otherwise a decode step
     scores      log-probabilities of prompt tokens, as many for each of the chunks as in `scored`
     timer       device time of a decode step, where it is known
+    passes      the same of the prefill passes before it
     host_s      host time spent launching it
     num_drafts  tokens drafted per request
     counted     with draft_tokens="auto": indices of requests whose draft had all its keys, so that its acceptance
@@ -47,6 +48,7 @@ class Launched:
     result: AsyncCopy | None
     first: bool
     timer: StepTimer | None = None
+    passes: Sequence[StepTimer] = ()
     host_s: float = 0.0
     num_drafts: int = 0
     counted: frozenset[int] = frozenset()
@@ -97,13 +99,19 @@ class Runner:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._num_drafts = 0  # of the last decode step
         self._launched_at = 0.0
-        self._last_timer: StepTimer | None = None  # of the last decode step, if nothing was launched after it
+        self._last_timer: StepTimer | None = None  # of the last launch, if nothing without a timer came after it
+        self._passes: list[StepTimer] = []  # prefill passes since the last decode step
 
     def start_record(self) -> Counters:
-        """Reset the counters, and drop the gap between the last decode step and the next one."""
-        self._last_timer = None
+        """Reset the counters."""
+        self.rest()
         self.counters = Counters()
         return self.counters
+
+    def rest(self) -> None:
+        """There is nothing to do: the time until the next launch is not idle time."""
+        self._last_timer = None
+        self._passes = []
 
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
@@ -112,13 +120,17 @@ class Runner:
         plan = self.scheduler.plan_prefill(start)
         if plan is None:
             return None
+        timer = StepTimer.begin(self._worker.batch.device, is_prefill=True)
         for place, automaton in self.scheduler.grammars.take_new():
             self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
             self._worker.admit([self._admission(request) for request in plan.admitted])
         scored = [(chunk, _scored(chunk)) for chunk in plan.chunks]
         result = self._worker.prefill(_prefill_work(plan, scored))
-        self._last_timer = None
+        if timer is not None:
+            timer.end(previous=self._last_timer)
+            self._passes.append(timer)
+        self._last_timer = timer
         self.counters.prefill_passes += 1
         tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
         self.counters.prefill_tokens += tokens
@@ -154,6 +166,7 @@ class Runner:
         if timer is not None:
             timer.end(previous=self._last_timer)
         self._last_timer = timer
+        passes, self._passes = self._passes, []
         counted: frozenset[int] = frozenset()
         if self._draft_length.is_auto:
             kept = (index for index, item in enumerate(plan.requests) if item.request.draft_kv_valid_until is None)
@@ -169,7 +182,14 @@ class Runner:
         self.counters.iteration_rows += len(plan.requests)
         self.counters.iteration_s += host_s
         return Launched(
-            plan.requests, copy, first=False, timer=timer, host_s=host_s, num_drafts=num_drafts, counted=counted
+            plan.requests,
+            copy,
+            first=False,
+            timer=timer,
+            passes=passes,
+            host_s=host_s,
+            num_drafts=num_drafts,
+            counted=counted,
         )
 
     def handle(self, launched: Launched, *, overlapped: bool = False) -> None:
@@ -244,15 +264,23 @@ class Runner:
             counters.overlapped += 1
             counters.late_launches += late
             counters.launch_lead_s += 0.0 if late else now - self._launched_at
+        for one in launched.passes:
+            seconds, gap = one.seconds()
+            counters.prefill_device_s += seconds
+            counters.prefill_idle_s += gap or 0.0
+        follows = launched.timer.follows
         step, gap = launched.timer.seconds()
         counters.device_s += step
         counters.device_steps += 1
-        if gap is not None:
+        if gap is not None and follows:
             counters.device_idle_s += gap
             counters.device_gaps += 1
-        counters.add_step(rows, step + (gap or 0.0))
+            step += gap
+        else:
+            counters.prefill_idle_s += gap or 0.0
+        counters.add_step(rows, step)
         if self._draft_length.is_auto:
-            self._draft_length.took(rows, launched.num_drafts, step + (gap or 0.0))
+            self._draft_length.took(rows, launched.num_drafts, step)
 
     def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> int:
         """Note the result of a request. Returns how many tokens were kept."""
