@@ -191,6 +191,7 @@ class Engine(InferenceEngine):
     # -- records ----------------------------------------------------------------------------------------------
 
     def reset_record(self, *, rows: bool = True) -> None:
+        self._requests.build()  # what has ended belongs to the window before
         tally = self._scorer.tally
         self._window = RecordWindow(self._runner, self.parts.worker, self.parts.scheduler.state_cache, tally, rows=rows)
         if len(self._requests):
@@ -202,6 +203,7 @@ class Engine(InferenceEngine):
         return self._window.iterations
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
+        self._requests.build()
         return self._window.record(self.config.as_dict(), dict(self.caps), concurrency, workload or {})
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -135,13 +136,18 @@ class OpenRequests:
     def take_events(self, *, is_last: bool = False) -> list[StreamEvent]:
         """The events since the last call. While requests are unfinished, and unless it `is_last`, those of some that
         have ended may come with a later call."""
-        count = len(self._ended)
-        if self._active and not is_last:
-            count = min(count, max(_AT_ONCE, count // 4))
-        for _ in range(count):
-            self._build(*self._ended.popleft())
+        ended = len(self._ended)
+        self.build(max(_AT_ONCE, ended // 4) if self._active and not is_last else ended)
         events, self._events = self._events, []
         return events
+
+    def build(self, most: int = sys.maxsize) -> None:
+        """Build the completions of requests that have ended, of the first `most`."""
+        for _ in range(min(most, len(self._ended))):
+            request, tokens, now = self._ended.popleft()
+            completion = request.completion(now)
+            self._on_finish(completion, now)
+            self._add_event(request, tokens, completion)
 
     def drop(self) -> None:
         """End all requests without events."""
@@ -162,11 +168,6 @@ class OpenRequests:
     def _finish(self, request: Request, tokens: list[int]) -> None:
         self._active.pop((request.index, request.sample), None)
         self._ended.append(_Ended(request, tokens, time.perf_counter()))
-
-    def _build(self, request: Request, tokens: list[int], now: float) -> None:
-        completion = request.completion(now)
-        self._on_finish(completion, now)
-        self._add_event(request, tokens, completion)
 
     def _add_event(self, request: Request, tokens: list[int], completion: Completion | None) -> None:
         text = request.new_text(completion) if self._detail == "text" else ""

@@ -51,6 +51,17 @@ def test_completions_of_one_step_are_built_during_several(
     assert not shown
 
 
+def test_a_record_has_all_that_has_ended(toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine(max_running=MANY + 1, max_model_len=48)
+    with closing(engine.stream(prompts(MANY + 1), params())) as events:
+        while next(events).completion is None:
+            pass
+        assert len(engine.record().requests) == MANY
+        engine.reset_record()
+        assert sum(event.completion is not None for event in events) == MANY
+    assert len(engine.record().requests) == 1
+
+
 def test_nothing_waits_where_nothing_runs(toy_engine: Callable[..., Engine], watch: Any) -> None:
     built = watch(OpenRequests, "take_events", after=lambda events, *_, **__: len(events))
     engine = toy_engine(max_running=MANY)
