@@ -88,6 +88,7 @@ class Engine(InferenceEngine):
             chunk=config.prefill_chunk,
             seed=config.seed,
             on_tokens=self._requests.add_tokens,
+            meanwhile=self._requests.build_one,
             on_result=lambda now, tokens: self._window.add_tokens(now, tokens),
             on_prefill=lambda tokens: self.on_prefill(tokens),
         )

@@ -19,7 +19,6 @@ from specbatch.engine.requests.submissions import Params, Source, TimedSource, s
 from specbatch.engine.scoring import Likelihood, OnScore, Pair
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.records.run_record import RunRecord
-from specbatch.runtime.garbage import rare_collections
 from specbatch.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -127,8 +126,7 @@ class InferenceEngine(ABC):
             works = "give ascending seconds, one for each prompt of a list"
             raise refuse("arrivals", f"{len(arrivals)} times", works)
         self._require("ready")
-        with rare_collections:
-            requests = submissions(prompts, params, request_ids, self._prompts.read)
+        requests = submissions(prompts, params, request_ids, self._prompts.read)
         if concurrency is None:
             lazy = 2 * self.config.max_running * self.config.data_parallel
             concurrency = sys.maxsize if isinstance(prompts, Sequence) else lazy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,8 +18,9 @@ from specbatch.text.tokenizer import Tokenizer
 Detail = Literal["completions", "tokens", "text"]  # what a stream yields: completions only, tokens, tokens with text
 
 
-# Completions that are built between two steps at least. One takes a tenth of a millisecond and more, with its text.
-_AT_ONCE = 16
+# Completions that are built between two steps, if so many requests have ended. With its text one takes some tenths of a
+# millisecond. Those above are built while the host waits for the device, unless too many are left.
+_AT_ONCE, _MOST_LEFT = 8, 1_024
 
 
 @dataclass(slots=True)
@@ -52,8 +52,8 @@ class _Ended(NamedTuple):
 class OpenRequests:
     """Unfinished requests, and the events that the stream has not yielded yet.
 
-    Where many requests end in one step, their completions are built during the next ones: the host would be late with
-    the next step, and the device would run dry.
+    Where many requests end in one step, most of their completions are built later: the host would be late with the next
+    step, and the device would run dry.
     """
 
     def __init__(
@@ -136,18 +136,28 @@ class OpenRequests:
     def take_events(self, *, is_last: bool = False) -> list[StreamEvent]:
         """The events since the last call. While requests are unfinished, and unless it `is_last`, those of some that
         have ended may come with a later call."""
-        ended = len(self._ended)
-        self.build(max(_AT_ONCE, ended // 4) if self._active and not is_last else ended)
+        count = len(self._ended)
+        if self._active and not is_last:
+            count = max(min(count, _AT_ONCE), count - _MOST_LEFT)
+        for _ in range(count):
+            self.build_one()
         events, self._events = self._events, []
         return events
 
-    def build(self, most: int = sys.maxsize) -> None:
-        """Build the completions of requests that have ended, of the first `most`."""
-        for _ in range(min(most, len(self._ended))):
-            request, tokens, now = self._ended.popleft()
-            completion = request.completion(now)
-            self._on_finish(completion, now)
-            self._add_event(request, tokens, completion)
+    def build_one(self) -> bool:
+        """Build the completion of the first request that has ended. False if there is none."""
+        if not self._ended:
+            return False
+        request, tokens, now = self._ended.popleft()
+        completion = request.completion(now)
+        self._on_finish(completion, now)
+        self._add_event(request, tokens, completion)
+        return True
+
+    def build(self) -> None:
+        """Build the completions of all requests that have ended."""
+        while self.build_one():
+            pass
 
     def drop(self) -> None:
         """End all requests without events."""

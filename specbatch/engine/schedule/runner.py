@@ -77,12 +77,14 @@ class Runner:
         seed: int,
         on_tokens: OnTokens,
         on_result: Callable[[float, int], None],
+        meanwhile: Callable[[], bool],
         on_prefill: Callable[[int], None],
     ) -> None:
         """idle_at_zero: see `DraftPlan`; depth: the most drafts that a verify can accept; has_budget: whether verifies
         have a budget of rows; chunk: most tokens of a prefill pass; seed: of the engine; on_tokens: called with the new
         tokens of a request; on_result: called with the time of a result and the number of its tokens, after them;
-        on_prefill: called with the number of tokens of a prefill pass."""
+        meanwhile: called again and again while a result is awaited; does a part of what can wait, and returns whether
+        there was any; on_prefill: called with the number of tokens of a prefill pass."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._worker = worker
@@ -94,6 +96,7 @@ class Runner:
         self._seed = seed
         self._on_tokens = on_tokens
         self._on_result = on_result
+        self._meanwhile = meanwhile
         self._on_prefill = on_prefill
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -199,6 +202,8 @@ class Runner:
         if launched.result is None:
             return
         late = overlapped and launched.result.ready()
+        while not launched.result.ready() and self._meanwhile():
+            pass
         values, *more = launched.result.wait()
         if self._worker.others is not None:
             self._worker.others.check()

@@ -7,6 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
+from stand_ins import late_results
 
 from specbatch import Engine, SamplingParams
 from specbatch.engine.interface import Events
@@ -42,13 +43,23 @@ def test_completions_of_one_step_are_built_during_several(
     engine = toy_engine(max_running=MANY + 1, max_model_len=48)
     with closing(engine.stream(prompts(MANY + 1), params(), text=text)) as events:
         found = list(events)
-    assert [count for count in built if count] == [16, 16, 8, 1]
+    assert [count for count in built if count] == [8] * 5 + [1]
     shown: dict[int, list[int]] = {}
     for event in found:
         shown.setdefault(event.index, []).extend(event.token_ids)
         if event.completion is not None:
             assert shown.pop(event.index) == event.completion.token_ids
     assert not shown
+
+
+def test_completions_are_built_while_the_host_waits(
+    toy_engine: Callable[..., Engine], watch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late_results(monkeypatch)
+    built = watch(OpenRequests, "take_events", after=lambda events, *_, **__: completions(events))
+    engine = toy_engine(max_running=MANY + 1, max_model_len=48)
+    assert len(engine.generate(prompts(MANY + 1), params())) == MANY + 1
+    assert [count for count in built if count] == [8, MANY - 8, 1]
 
 
 def test_a_record_has_all_that_has_ended(toy_engine: Callable[..., Engine]) -> None:
