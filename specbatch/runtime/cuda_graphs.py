@@ -26,6 +26,10 @@ Program = Callable[[], None]
 # Results that may be in flight at the same time: one being computed, one being copied, one being read.
 RING = 4
 SHORT_TOKENS = 2048  # prefill passes of up to so many are recorded as a whole, too, with and without a prefix
+# Prefill passes of more are not recorded: a device takes ten times as long for them as the host needs to launch them
+# (8,192 tokens of an 8B model: 200 ms on an H200, against some 15), so that a recording saves nothing. It would take
+# start-up time, static tensors and padding.
+LONG_TOKENS = 8192
 
 
 class Result(NamedTuple):
@@ -71,7 +75,9 @@ class Recorder:
     rehearsal (see `parallel_compilation`) programs run on the host only, and what is recorded does nothing.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, may_leave_out: bool = True) -> None:
+        """may_leave_out: without enough memory, what takes most of it is left out; ranks all record the same."""
+        self._may_leave_out = may_leave_out
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
@@ -84,6 +90,21 @@ class Recorder:
         with torch.cuda.stream(self._stream):
             program()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record_each(self, buckets: list[int], record: Callable[[int], None], left_out: list[int]) -> Iterator[None]:
+        """Record every bucket, the largest first: the others fit into the memory it leaves. Those for which there is
+        not enough are moved from `buckets` to `left_out`. Raises torch.OutOfMemoryError if it would be all."""
+        for bucket in reversed(buckets.copy()):
+            try:
+                record(bucket)
+            except torch.OutOfMemoryError:
+                if len(buckets) == 1 or not self._may_leave_out:
+                    raise
+                buckets.remove(bucket)
+                left_out.append(bucket)
+            if bucket in left_out:  # no frame of the error holds tensors any more
+                torch.cuda.empty_cache()
+            yield
 
     def record(self, program: Program) -> Program:
         """Record what `program` launches; returns its replay. `torch.cuda.graph` would collect garbage at every
@@ -131,13 +152,24 @@ def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int, draft_len
 
 
 def batch_buckets(most: int) -> list[int]:
-    """Recorded batch sizes: 1, 2, 4, 8, then steps of 8, 16 and 32, up to `most`."""
-    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, most, 32)]
+    """Recorded batch sizes: 1, 2, 4, 8, then steps of 8, 16 and 32, up to `most`; from 512 on a sixteenth to an eighth.
+
+    A recording takes some 0.08 s at start. A padded row of an 8B model takes up to 15 us on an H200: where a step of
+    512 to 1,024 requests takes 15 to 25 ms, 64 rows apart cost 2% on average while a batch drains, and nothing while it
+    is full. A job of a thousand steps would have to run on half of them to gain from buckets half as far apart.
+    """
+    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, 512, 32)]
+    start = 512
+    while start < most:
+        sizes += range(start, 2 * start, start // 8)
+        start *= 2
     return [size for size in sizes if size < most] + [most]
 
 
 def token_buckets(most: int) -> list[int]:
-    """Recorded numbers of prompt tokens, up to `most`: at most an eighth of a pass of over 1024 is padding."""
+    """Recorded numbers of prompt tokens, up to `most` or `LONG_TOKENS`: at most an eighth of a pass of over 1024 is
+    padding."""
+    most = min(most, LONG_TOKENS)
     sizes = [16, *range(32, 256, 32), *range(256, 1024, 64), *range(1024, 2048, 128)]
     sizes += [*range(2048, 4096, 256), *range(4096, most, 512)]
     return [size for size in sizes if size < most] + [most]
@@ -150,7 +182,9 @@ def bucket_of(sizes: list[int], count: int) -> int:
 
 @runtime_checkable
 class Recordings(Protocol):
-    """Something that is recorded before work begins, bucket by bucket."""
+    """Something that is recorded before work begins, bucket by bucket. left_out: buckets without enough memory."""
+
+    left_out: list[int]
 
     def capture(self) -> Iterator[None]:
         """Record everything; yields once per bucket."""
@@ -179,6 +213,7 @@ class WholeGraphs:
         self.counters = GraphCounters()
         self._run = run
         self.recorder = recorder
+        self.left_out: list[int] = []
         self._buckets = batch_buckets(most)
         self._draft_lengths = draft_lengths
         self._graphs: dict[tuple[int, int, SamplingFlags], Program] = {}
@@ -196,13 +231,24 @@ class WholeGraphs:
         self._rings: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._buckets) * len(self._draft_lengths)
+        return len(self._buckets)
+
+    @property
+    def most(self) -> int:
+        """The largest batch."""
+        return self._buckets[-1]
+
+    @property
+    def recorded(self) -> int:
+        """How many recordings there are."""
+        return len(self._graphs)
 
     def capture(self) -> Iterator[None]:
-        for bucket in reversed(self._buckets):  # the largest first: the others fit into the memory it leaves
-            for num_drafts in reversed(self._draft_lengths):
-                self._capture(bucket, num_drafts, SamplingFlags())
-                yield
+        yield from self.recorder.record_each(self._buckets, self._capture_lengths, self.left_out)
+
+    def _capture_lengths(self, bucket: int) -> None:
+        for num_drafts in reversed(self._draft_lengths):
+            self._capture(bucket, num_drafts, SamplingFlags())
 
     def __call__(self, slots: list[int], flags: SamplingFlags, num_drafts: int) -> Result:
         """One decode step over `slots`."""

@@ -316,7 +316,7 @@ class DeviceWorker:
         if self.batch.device.type == "cuda":
             torch.cuda.synchronize(self.batch.device)
             torch.cuda.empty_cache()  # what warming up took on the recorder's stream, where nothing else can use it
-        return total
+        return sum(len(item) for item in recordings)
 
     def warm_ups(self) -> list[Program]:
         """Prefill passes that compile whatever runs between the segments, which are not recorded yet: it has the static
@@ -324,6 +324,8 @@ class DeviceWorker:
         if not any(isinstance(item, Recordings) for item in self.forwards.values()):
             return []
         warm_up, sizes = self.prefill_step.warm_up, token_buckets(self._prefill_chunk)
+        if self._prefill_chunk > sizes[-1]:  # without graphs; Triton tells multiples of 16 from other numbers
+            sizes += [self._prefill_chunk, self._prefill_chunk - 1]
         passes: list[Program] = [partial(warm_up, size) for size in sizes]
         # Other kernels read the keys of a prefix; of a long one, several programs share them.
         passes += [partial(warm_up, sizes[0], prefix) for prefix in (1, self.batch.width)]

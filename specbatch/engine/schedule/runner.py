@@ -18,6 +18,7 @@ from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillWork
 from specbatch.engine.schedule.draft_length import DraftLength
 from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
+from specbatch.errors import counted
 from specbatch.grammar.token_automaton import FREE
 from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
@@ -26,6 +27,7 @@ from specbatch.runtime.cuda_graphs import Result
 # random numbers.
 SAMPLE_SEED_STEP = 0xD1B54A32D192ED03
 OnTokens = Callable[[Request, list[int]], None]
+LEAST_CHUNK = 256  # tokens: passes that do not fit are halved down to this
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Runner:
         self._on_prefill = on_prefill
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._doing = ""  # what is being launched, for an error
         self._num_drafts = 0  # of the last decode step
         self._launched_at = 0.0
         self._last_timer: StepTimer | None = None  # of the last decode step, if nothing was launched after it
@@ -101,6 +104,32 @@ class Runner:
         self.counters = Counters()
         return self.counters
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether what is launched could be smaller."""
+        if self._doing == "prefill":
+            return self.scheduler.prefill_chunk > LEAST_CHUNK
+        return self.scheduler.admitted > 1
+
+    def shrink(self) -> tuple[str, int, str]:
+        """After a launch that ran out of memory: lower what it was planned from, and have all running requests computed
+        again. Results in flight are void. Returns the setting, its new value and a line that says so."""
+        scheduler = self.scheduler
+        self._last_timer = None
+        if self._doing == "prefill":
+            name, old, rows = (
+                "prefill_chunk",
+                scheduler.prefill_chunk,
+                f"a pass of up to {scheduler.prefill_chunk} tokens",
+            )
+            new = scheduler.prefill_chunk = max(old // 2, LEAST_CHUNK)
+        else:
+            name, old, rows = "max_running", scheduler.max_running, f"a step of {scheduler.admitted} requests"
+            new = scheduler.max_running = scheduler.admitted // 2
+        again = scheduler.retract_all()
+        why = f"lowered from {old}: {rows} ran out of memory"
+        return name, new, f"{why}; {counted(again, 'running request')} are computed again"
+
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
         """Launch the next prompt chunks. None if there are none, or the host needs nothing of them."""
@@ -108,6 +137,7 @@ class Runner:
         plan = self.scheduler.plan_prefill(start)
         if plan is None:
             return None
+        self._doing = "prefill"
         for place, automaton in self.scheduler.grammars.take_new():
             self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
@@ -135,6 +165,7 @@ class Runner:
         plan = self.scheduler.plan_decode(may_retract=may_retract)
         if plan is None:
             return None
+        self._doing = "decode"
         if plan.new_pages:
             self._worker.add_pages(plan.new_pages)
         slots = [item.slot for item in plan.requests]

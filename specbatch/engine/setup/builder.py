@@ -37,7 +37,7 @@ from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.progress.bars import Report, Stages
-from specbatch.runtime.cuda_graphs import Recorder, batch_buckets
+from specbatch.runtime.cuda_graphs import LONG_TOKENS, Recorder, batch_buckets
 from specbatch.runtime.device import type_name
 from specbatch.runtime.loader import Loader, quantization_lines, quantizes_activations
 from specbatch.text.tokenizer import Tokenizer
@@ -128,7 +128,7 @@ def _build(
             parts = _load(prepared, plan, shared, log, progress, ranks)
             parts.caps["load_s"] = time.perf_counter() - before
             try:
-                parts.caps.update(_record_graphs(parts.worker, log, progress))
+                parts.caps.update(_record_graphs(parts, log, progress))
                 if others is not None:
                     parts.worker.lead(others)
                     others.wait_until_built()
@@ -156,9 +156,9 @@ def _load(
     num_drafts = config.speculation.num_drafts
     kv_slots = draft.kv_slots_per_step(num_drafts)
     width = reserved_length(plan.max_model_len, kv_slots) + 1
-    recorder = Recorder(device) if config.graphs.any else None
+    recorder = Recorder(device, may_leave_out=ranks is None) if config.graphs.any else None
     to_fp8 = config.speculation.quantizes_draft
-    batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
+    batch = DeviceBatch(plan.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
         dtype=dtype,
         kv_dtype=kv_dtype_of(config, dtype),
@@ -167,7 +167,7 @@ def _load(
         pages=plan.kv_pages,
         page_size=config.page_size,
         attention=attention,
-        chunk=config.prefill_chunk,
+        chunk=plan.prefill_chunk,
         page_table=batch.page_table,
         tokens=batch.tokens,
         num_drafts=num_drafts,
@@ -199,7 +199,7 @@ def _load(
     token_check = None if ranks is None else TokenCheck(device)
     if token_check is not None:
         step = DigestedStep(**vars(step), history=token_check.history)
-    elif (budget := _budget(config, device)) is not None:
+    elif (budget := _budget(config, plan.max_running, device)) is not None:
         step = BudgetedStep(**vars(step), budget=budget)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
     worker = DeviceWorker(
@@ -210,7 +210,7 @@ def _load(
         caches=loader.caches,
         forwards=loader.forwards,
         page_size=config.page_size,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=plan.prefill_chunk,
         draft_lengths=config.speculation.draft_lengths,
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
@@ -226,7 +226,7 @@ def _load(
         plan=plan,
         scheduler=_scheduler(config, plan, model.config, draft, has_states=bool(states)),
         worker=worker,
-        draft_length=DraftLength(config.speculation.draft_lengths, batch_buckets(config.max_running)),
+        draft_length=DraftLength(config.speculation.draft_lengths, batch_buckets(plan.max_running)),
         draft=draft,
         diagnose=use_fp8_activations(fp8)(drafter.diagnose),
         caps=_caps(prepared, plan, cache, batch.tokens.numel(), fp8=fp8),
@@ -244,11 +244,13 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
         "fp8_activations": "on" if fp8 else "off",
         "deterministic": "on" if config.deterministic else "off",
         "attention_backend": cache.attention.name,
-        "max_running": config.max_running,
+        "max_running": plan.max_running,
         "max_model_len": plan.max_model_len,
         "kv_pages": plan.kv_pages,
         "page_size": config.page_size,
-        "prefill_chunk": config.prefill_chunk,
+        "prefill_chunk": plan.prefill_chunk,
+        "memory_fraction": plan.memory_fraction,
+        "reasons": plan.reasons,
         "verify_rows": asked.num_drafts + 1,
         "verify_slots": prepared.draft.kv_slots_per_step(asked.num_drafts),
         "draft_shape": str(asked.shape) if asked.num_drafts else "none",
@@ -265,12 +267,12 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
     return caps
 
 
-def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:
+def _budget(config: EngineConfig, running: int, device: torch.device) -> VerifyBudget | None:
     asked = config.speculation
     if asked.verify_budget is None:
         return None
     by_rejection = asked.entry.samples_drafts and asked.corpus is None and not config.deterministic
-    return VerifyBudget.of(asked.verify_budget, config.max_running, device, mixes_seeds=by_rejection)
+    return VerifyBudget.of(asked.verify_budget, running, device, mixes_seeds=by_rejection)
 
 
 def _scheduler(
@@ -286,8 +288,8 @@ def _scheduler(
         pool,
         prefixes,
         page_size=config.page_size,
-        max_running=config.max_running,
-        prefill_chunk=config.prefill_chunk,
+        max_running=plan.max_running,
+        prefill_chunk=plan.prefill_chunk,
         kv_slots_per_step=draft.kv_slots_per_step(config.speculation.num_drafts),
         uncached_tail=draft.uncached_tail,
         window=_largest_window([target, *[draft.config] * bool(draft.kv_layers)]),
@@ -302,11 +304,14 @@ def _largest_window(models: list[ModelConfig]) -> int | None:
     return None if None in windows else max(filter(None, windows))
 
 
-def _record_graphs(worker: DeviceWorker, log: Log, progress: Stages) -> dict[str, Any]:
-    """Record the graphs, if any, once their kernels are compiled. Returns the time and memory that it took, for the
-    caps."""
+def _record_graphs(parts: EngineParts, log: Log, progress: Stages) -> dict[str, Any]:
+    """Record the graphs, if any, once their kernels are compiled. Returns the time and memory that it took, and the
+    largest batch if it is smaller than planned, for the caps."""
+    worker, plan, graphs = parts.worker, parts.plan, parts.config.graphs
     if not worker.recordings():
         return {}
+    if graphs.prefill == "piecewise" and plan.prefill_chunk > LONG_TOKENS:
+        log(f"prefill passes of more than {LONG_TOKENS} tokens run without graphs, which would not make them faster")
     start, free = time.perf_counter(), available_memory(worker.batch.device)
     progress.begin("compiling kernels")
     compiled = worker.compile_kernels(progress)
@@ -320,7 +325,17 @@ def _record_graphs(worker: DeviceWorker, log: Log, progress: Stages) -> dict[str
     total = worker.record_graphs(progress)
     seconds, taken = time.perf_counter() - recording, max(free - available_memory(worker.batch.device), 0)
     log(f"graphs: {total} buckets recorded in {seconds:.1f} s, {size_text(taken)}")
-    return {"compile_s": recording - start, "capture_s": seconds, "graph_bytes": taken}
+    found: dict[str, Any] = {"compile_s": recording - start, "capture_s": seconds, "graph_bytes": taken}
+    if left_out := sorted({size for item in worker.recordings() for size in item.left_out}):
+        works = f"memory_fraction={plan.memory_fraction:g} leaves too little memory for them; use a lower one"
+        log(f"graphs of {', '.join(map(str, left_out))} requests or tokens are not recorded: {works}")
+    if worker.graphs is not None and (most := worker.graphs.most) < plan.max_running:
+        why = f"lowered from {plan.max_running}: there was no memory for the graphs of more"
+        log(f"max_running: {most} ({why})")
+        parts.scheduler.max_running = most
+        parts.draft_length.buckets = batch_buckets(most)
+        found |= {"max_running": most, "reasons": plan.reasons | {"max_running": why}}
+    return found
 
 
 def _times(caps: dict[str, Any], total: float) -> str:
@@ -336,7 +351,7 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
     if not parts.draft_length.is_auto:
         return {}
     bound = parts.scheduler.kv_slots_per_step + 1
-    catch_up = parts.config.prefill_chunk if parts.draft.idle_at_zero else None
+    catch_up = parts.plan.prefill_chunk if parts.draft.idle_at_zero else None
     times = measure_step_times(parts.worker, parts.draft_length, bound=bound, catch_up_tokens=catch_up)
     return {
         "draft_length_s": {str(rows): {str(n): seconds for n, seconds in row.items()} for rows, row in times.items()}

@@ -20,7 +20,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import token_bytes
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.partition import rows_per_rank
-from specbatch.runtime.cuda_graphs import graph_bytes
+from specbatch.runtime.cuda_graphs import graph_bytes, token_buckets
 from specbatch.runtime.loader import dequantized_bytes, saved_by_fp8, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 
@@ -31,18 +31,23 @@ def memory_plan(
     """How an engine would use the memory that is free now, of each rank what the rank with the least has. Refuses what
     does not fit."""
     config, device, _, model, dtype, _, draft, corpus = prepared
-    kv_dtype, chunk = kv_dtype_of(config, dtype), config.prefill_chunk
-    graphs = graph_bytes(
-        config.graphs,
-        most=config.max_running,
-        chunk=chunk,
-        layers=model.num_layers + draft.layers,
-        draft_lengths=config.speculation.draft_lengths,
-    )
-    if config.graphs.prefill == "piecewise":
-        graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
-        graphs += static_bytes(draft.config, dtype, chunk, needs_all_hidden=False) if draft.layers else 0
-    pools = 2 if graphs else 1  # graphs have one of their own
+    kv_dtype = kv_dtype_of(config, dtype)
+
+    def of_graphs(running: int, chunk: int) -> int:
+        recorded = graph_bytes(
+            config.graphs,
+            most=running,
+            chunk=chunk,
+            layers=model.num_layers + draft.layers,
+            draft_lengths=config.speculation.draft_lengths,
+        )
+        if config.graphs.prefill == "piecewise":
+            most = token_buckets(chunk)[-1]
+            recorded += static_bytes(model, dtype, most, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
+            recorded += static_bytes(draft.config, dtype, most, needs_all_hidden=False) if draft.layers else 0
+        return recorded
+
+    pools = 2 if config.graphs.any else 1  # graphs have one of their own
     target_page = bytes_per_page(model, len(model.kv_layers), config.page_size, kv_dtype)
     return plan_memory(
         config,
@@ -61,7 +66,8 @@ def memory_plan(
         temporary=pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config)),
         corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
         grammars=2 * CELLS,
-        graphs=graphs,
+        graph_bytes=of_graphs,
+        is_sparse=model.chosen is not None,
         share=share,
     )
 
