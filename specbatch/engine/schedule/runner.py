@@ -93,7 +93,8 @@ class Runner:
         self._on_prefill = on_prefill
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._doing = ""  # what is being launched, for an error
+        # What is being launched: tokens of a prefill pass, or else requests of a decode step.
+        self._size, self._prefills = 0, False
         self._num_drafts = 0  # of the last decode step
         self._launched_at = 0.0
         self._last_timer: StepTimer | None = None  # of the last decode step, if nothing was launched after it
@@ -106,29 +107,22 @@ class Runner:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether what is launched could be smaller."""
-        if self._doing == "prefill":
-            return self.scheduler.prefill_chunk > LEAST_CHUNK
-        return self.scheduler.admitted > 1
+        """Whether what is being launched could be smaller."""
+        return self._size > (LEAST_CHUNK if self._prefills else 1)
 
     def shrink(self) -> tuple[str, int, str]:
-        """After a launch that ran out of memory: lower what it was planned from, and have all running requests computed
-        again. Results in flight are void. Returns the setting, its new value and a line that says so."""
-        scheduler = self.scheduler
+        """After a launch that ran out of memory: allow half of its size at most, and have all running requests computed
+        again. Results in flight are void. Returns the setting that is lowered, its new value, and why."""
+        scheduler, size = self.scheduler, self._size
         self._last_timer = None
-        if self._doing == "prefill":
-            name, old, rows = (
-                "prefill_chunk",
-                scheduler.prefill_chunk,
-                f"a pass of up to {scheduler.prefill_chunk} tokens",
-            )
-            new = scheduler.prefill_chunk = max(old // 2, LEAST_CHUNK)
+        if self._prefills:
+            name, old, what = "prefill_chunk", scheduler.prefill_chunk, f"a prefill pass of {size} tokens"
+            new = scheduler.prefill_chunk = max(size // 2, LEAST_CHUNK)
         else:
-            name, old, rows = "max_running", scheduler.max_running, f"a step of {scheduler.admitted} requests"
-            new = scheduler.max_running = scheduler.admitted // 2
-        again = scheduler.retract_all()
-        why = f"lowered from {old}: {rows} ran out of memory"
-        return name, new, f"{why}; {counted(again, 'running request')} are computed again"
+            name, old, what = "max_running", scheduler.max_running, f"a decode step of {size} requests"
+            new = scheduler.max_running = size // 2
+        again = counted(scheduler.retract_all(), "request")
+        return name, new, f"lowered from {old}: {what} ran out of memory, after which {again} are computed again"
 
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
@@ -137,7 +131,8 @@ class Runner:
         plan = self.scheduler.plan_prefill(start)
         if plan is None:
             return None
-        self._doing = "prefill"
+        tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        self._size, self._prefills = tokens, True
         for place, automaton in self.scheduler.grammars.take_new():
             self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
@@ -146,7 +141,6 @@ class Runner:
         result = self._worker.prefill(_prefill_work(plan, scored))
         self._last_timer = None
         self.counters.prefill_passes += 1
-        tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
         self.counters.prefill_tokens += tokens
         self.counters.prefill_s += time.perf_counter() - start
         self._on_prefill(tokens)
@@ -165,7 +159,7 @@ class Runner:
         plan = self.scheduler.plan_decode(may_retract=may_retract)
         if plan is None:
             return None
-        self._doing = "decode"
+        self._size, self._prefills = len(plan.requests), False
         if plan.new_pages:
             self._worker.add_pages(plan.new_pages)
         slots = [item.slot for item in plan.requests]
