@@ -444,7 +444,7 @@ class EngineConfig:
         AUTO,
         "Requests that decode at the same time. auto: as many as the GPU's memory holds, up to 1024 (2048 of a mixture "
         "of experts); 32 on a CPU.",
-        or_auto(whole(1, LIMIT_RUNNING)),
+        or_auto(whole(1, LIMIT_RUNNING, f"use a whole number of at least 1 and at most {LIMIT_RUNNING}")),
         panel=BATCH,
         metavar="INTEGER|auto",
     )

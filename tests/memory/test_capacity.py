@@ -121,10 +121,13 @@ def test_most_that_fit() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"max_running": 100_000}, f"max_running=100000: use 1 to {LIMIT_RUNNING}, or auto"),
-        ({"max_running": 0}, "max_running=0: use 1 to 16384, or auto"),
-        ({"max_running": "many"}, "max_running='many': use 1 to 16384, or auto"),
-        ({"max_running": 2.5}, "max_running=2.5: use 1 to 16384, or auto"),
+        (
+            {"max_running": 100_000},
+            f"max_running=100000: use a whole number of at least 1 and at most {LIMIT_RUNNING}, or auto",
+        ),
+        ({"max_running": 0}, "max_running=0: use a whole number of at least 1 and at most 16384, or auto"),
+        ({"max_running": "many"}, "max_running='many': use a whole number"),
+        ({"max_running": 2.5}, "max_running=2.5: use a whole number"),
         ({"prefill_chunk": 0}, "prefill_chunk=0: use a whole number of at least 1 and at most 2147483647, or auto"),
         ({"memory_fraction": 1.5}, "memory_fraction=1.5: use a fraction above 0 and up to 1, or auto"),
         ({"memory_fraction": None}, "memory_fraction=None: use a fraction"),
