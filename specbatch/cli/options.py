@@ -20,7 +20,16 @@ from typer import Context, Option
 from specbatch.cli.help import HELP_ALL
 from specbatch.config.acceptance_profile import read_profile
 from specbatch.config.draft_shape import AUTO
-from specbatch.config.engine_config import BATCH, CACHE, EXECUTION, MODEL, EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import (
+    BATCH,
+    CACHE,
+    EXECUTION,
+    LIMIT_RUNNING,
+    MODEL,
+    EngineConfig,
+    Graphs,
+    Speculation,
+)
 from specbatch.config.field_errors import did_you_mean
 from specbatch.config.values import layers
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
@@ -241,6 +250,8 @@ class EngineOptions(SimpleNamespace):
         """
         if concurrency is not None:
             at_least("concurrency", concurrency, 1)
+            if concurrency > (most := LIMIT_RUNNING * max(self.data_parallel, 1)):
+                raise refuse("concurrency", concurrency, f"use at most {most}, or leave it out")
         settings = {item.name: getattr(self, item.name) for item in fields(EngineConfig) if item.name in ENGINE_OPTIONS}
         each = None if concurrency is None else -(-concurrency // settings["data_parallel"])
         running = self._number_or_auto("max_running", int)

@@ -55,9 +55,9 @@ def usual_fraction(free: int, *, on_cpu: bool) -> float:
 def choose(
     config: EngineConfig,
     left: Callable[[int, int], int],
-    page_bytes: int,
-    pages: int | None,
     *,
+    page_bytes: int,
+    least: int,
     on_cpu: bool,
     rows: int,
     longest: int,
@@ -65,20 +65,20 @@ def choose(
 ) -> Capacity:
     """Complete `max_running` and `prefill_chunk` of a configuration.
 
-    left: bytes for keys and values with so many requests and so many tokens of a pass; page_bytes: of one page; pages:
-    of the pool, if they were asked for; rows: of a verify per request; longest: tokens of the longest request;
-    is_sparse: whether the model is a mixture of experts
+    left: bytes for keys and values with so many requests and so many tokens of a pass; page_bytes: of one page, 0 if
+    the number of pages is given; least: bytes of pages that are needed in any case; rows: of a verify per request;
+    longest: tokens of the longest request; is_sparse: whether the model is a mixture of experts
     """
     reasons: dict[str, str] = {}
     chunk, running, job = config.prefill_chunk, config.max_running, config.job
     if chunk == AUTO:
-        chunk, reasons["prefill_chunk"] = _chunk(job, left, on_cpu=on_cpu)
+        chunk, reasons["prefill_chunk"] = _chunk(job, left, least, on_cpu=on_cpu)
     if running == AUTO:
         tokens = min(_tokens(job), longest)
-        each = -(-tokens // config.page_size)
+        each = -(-tokens // config.page_size) * page_bytes
 
         def fits(running: int) -> bool:
-            return left(running, chunk) >= page_bytes * (each * running if pages is None else pages)
+            return left(running, chunk) >= max(each * running, least)
 
         running, reasons["max_running"] = _running(job, fits, tokens, rows, on_cpu=on_cpu, is_sparse=is_sparse)
     return Capacity(running, chunk, reasons)
@@ -89,12 +89,12 @@ def most_that_fit(fits: Callable[[int], bool], most: int) -> int:
     return bisect_left(range(1, most + 1), True, key=lambda count: not fits(count))
 
 
-def _chunk(job: JobSize, left: Callable[[int, int], int], *, on_cpu: bool) -> tuple[int, str]:
+def _chunk(job: JobSize, left: Callable[[int, int], int], least: int, *, on_cpu: bool) -> tuple[int, str]:
     if on_cpu:
         return CPU_CHUNK, "a CPU"
     chunk, why = MOST_CHUNK, "longer passes gain nothing"
     room = left(1, 1)
-    while chunk > LEAST_CHUNK and room - left(1, chunk) > room // CHUNK_SHARE:
+    while chunk > LEAST_CHUNK and left(1, chunk) < max(room - room // CHUNK_SHARE, least):
         chunk, why = chunk // 2, f"activations may take 1/{CHUNK_SHARE} of the memory"
     if job.requests is not None and job.prompt_tokens is not None:
         needed = int(2 * job.requests * job.prompt_tokens)  # twice, because their number is an estimate

@@ -218,7 +218,14 @@ def plan_memory(
         return budget - weights - draft_weights - grammars - sum(taken(running, chunk))
 
     capacity = choose(
-        config, left, own_bytes, asked_pages, on_cpu=on_cpu, rows=rows, longest=longest + slack, is_sparse=is_sparse
+        config,
+        left,
+        page_bytes=own_bytes if asked_pages is None else 0,
+        least=own_bytes * (asked_pages or pages_for((config.max_model_len or 0) + slack, size)),
+        on_cpu=on_cpu,
+        rows=rows,
+        longest=longest + slack,
+        is_sparse=is_sparse,
     )
     running, chunk = capacity.max_running, capacity.prefill_chunk
     workspace, states, corpus, graphs = taken(running, chunk)

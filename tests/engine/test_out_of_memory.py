@@ -21,7 +21,7 @@ SPECULATIONS = {
     "ngram": Speculation("ngram"),
     "self": Speculation("standalone", draft="self:skip=1"),
 }
-PARAMS = SamplingParams(max_new_tokens=20, temperature=0.8, ignore_eos=True, logprobs=True)
+PARAMS = SamplingParams(max_new_tokens=12, temperature=0.8, ignore_eos=True, logprobs=True)
 
 
 def fail_above(worker: Any, name: str, size: Callable[..., int], limit: int, *, after: bool) -> list[int]:
@@ -50,12 +50,11 @@ def fail_prefill(engine: Engine, limit: int, *, after: bool = False) -> list[int
     return fail_above(engine.parts.worker, "prefill", tokens, limit, after=after)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("name", SPECULATIONS)
+@pytest.mark.parametrize(("name", "after"), [("none", False), ("v1", True), ("ngram", True), ("self", False)])
 def test_a_smaller_batch_gives_the_same_tokens(
     toy: Any, toy_engine: Callable[..., Engine], name: str, after: bool
 ) -> None:
-    prompts, lines = [list(prompt) for prompt in toy.prompts()[:12]], list[str]()
+    prompts, lines = [list(prompt) for prompt in toy.prompts()[:9]], list[str]()
     # Which tokens a seed samples depends on how drafts of a model are cut into steps, as with any retraction.
     params = replace(PARAMS, temperature=0.0) if name == "self" else PARAMS
     expected = toy_engine(speculation=SPECULATIONS[name]).generate(prompts, params)
@@ -76,14 +75,13 @@ def test_a_smaller_batch_gives_the_same_tokens(
     ]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_shorter_passes_give_the_same_tokens(toy: Any, toy_engine: Callable[..., Engine], after: bool) -> None:
+def test_shorter_passes_give_the_same_tokens(toy: Any, toy_engine: Callable[..., Engine]) -> None:
     prompts = [list(prompt) * 20 for prompt in toy.prompts()[:12]]
     prompts = [prompt[:90] for prompt in prompts]
     expected = toy_engine().generate(prompts, PARAMS)
     lines: list[str] = []
     engine = toy_engine(log=lines.append)
-    failed = fail_prefill(engine, 270, after=after)
+    failed = fail_prefill(engine, 270, after=True)
     found = engine.generate(prompts, PARAMS)
     assert [item.token_ids for item in found] == [item.token_ids for item in expected]
     assert failed

@@ -103,6 +103,17 @@ def test_engines_that_share_a_card_choose_less() -> None:
     assert plan(139, {"kv_pages": 3000}).max_running == 1024
 
 
+def test_pages_that_are_asked_for_come_first() -> None:
+    """Requests of max_model_len, or kv_pages, fit where they do with the smallest numbers."""
+    small = {"max_running": 1, "prefill_chunk": 2048}
+    for asked in ({"max_model_len": 27_000}, {"kv_pages": 1900}):
+        assert plan(23.5, asked | small).kv_pages >= 1688
+        found = plan(23.5, asked)
+        assert found.kv_pages >= 1688
+        assert 1 <= found.max_running <= 80
+        assert found.prefill_chunk == 2048
+
+
 def test_the_reserve_is_a_few_percent_of_a_large_card() -> None:
     shares = {free: usual_fraction(free * GIB, on_cpu=False) for free in (2, 8, 16, 24, 80, 139)}
     assert shares == {2: 0.7, 8: 0.7, 16: 0.82, 24: 0.86, 80: 0.92, 139: 0.93}

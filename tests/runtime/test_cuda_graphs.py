@@ -29,7 +29,7 @@ from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.models.families.padded_attention import PaddedAttention
-from specbatch.runtime.cuda_graphs import RING, Program, batch_buckets, nothing, token_buckets
+from specbatch.runtime.cuda_graphs import LONG_TOKENS, RING, Program, batch_buckets, nothing, token_buckets
 from specbatch.runtime.parallel_compilation import Compilation, compile_ahead
 from specbatch.runtime.prefill_forward import EagerForward, PiecewiseGraphs, static_bytes
 
@@ -458,3 +458,82 @@ def test_out_of_memory_shows_the_plan(
     message = r"out of memory while building the engine: .* KV .* graphs .*; use a lower"
     with pytest.raises(SpecbatchError, match=message):
         graph_engine()
+
+
+def test_buckets_stay_few_for_large_batches() -> None:
+    assert len(batch_buckets(1024)) == 31
+    assert len(batch_buckets(16_384)) == 63
+    assert all(after - before <= max(before / 8, 32) for before, after in pairwise(batch_buckets(16_384)))
+    assert token_buckets(16_384) == token_buckets(1 << 30) == token_buckets(LONG_TOKENS)
+
+
+def test_long_passes_run_without_graphs_and_are_counted(
+    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:7]]
+    expected = graph_engine(speculation=SPECULATIONS["eagle3"]).generate(prompts, SAMPLED)
+    monkeypatch.setattr("specbatch.runtime.cuda_graphs.LONG_TOKENS", 24)
+    monkeypatch.setattr("specbatch.engine.setup.builder.LONG_TOKENS", 24)
+    lines: list[str] = []
+    engine = graph_engine(speculation=SPECULATIONS["eagle3"], log=lines.append)
+    assert "prefill passes of more than 24 tokens run without graphs, which would not make them faster" in lines
+    found = engine.generate(prompts, SAMPLED)
+    assert [item.token_ids for item in found] == [item.token_ids for item in expected]
+    graphs = engine.record().counters["graphs"]
+    for role in ("target_prefill", "draft_prefill"):
+        assert graphs[role]["fallbacks"]["long pass"] > 0
+        assert (
+            graphs[role]["replays"] + graphs[role]["fallbacks"]["long pass"]
+            == engine.record().counters["prefill_passes"]
+        )
+    engine.generate([[3, 4]], SAMPLED)
+    assert engine.record().counters["graphs"]["target_prefill"]["replays"] > graphs["target_prefill"]["replays"]
+
+
+def recorder_without_memory(fails: Callable[[int], bool]) -> type[FakeRecorder]:
+    """Recordings run out of memory whose number, in the order in which they are made, is one that fails."""
+
+    class Recorder(FakeRecorder):
+        def record(self, program: Program) -> Program:
+            self.recorded += 1
+            if fails(self.recorded):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+            return super().record(program)
+
+    return Recorder
+
+
+def test_what_memory_does_not_suffice_for_is_not_recorded(
+    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:9]]
+    fake_graphs(monkeypatch)
+    expected = toy_engine(max_running=8, graphs=Graphs(decode="whole")).generate(prompts, SAMPLED)
+    fake_graphs(monkeypatch, recorder_without_memory(lambda number: number == 1))
+    lines: list[str] = []
+    engine = toy_engine(max_running=8, graphs=Graphs(decode="whole"), log=lines.append)
+    assert engine.caps["max_running"] == 4
+    assert "max_running: 4 (lowered from 8: there was no memory for the graphs of more)" in lines
+    assert any(
+        line.startswith("graphs of 8 requests or tokens are not recorded: memory_fraction=0.8") for line in lines
+    )
+    found = engine.generate(prompts, SAMPLED)
+    assert [item.token_ids for item in found] == [item.token_ids for item in expected]
+    record = engine.record()
+    assert record.caps["max_running"] == 4
+    assert max(map(int, record.counters["steps_by_rows"])) == 4
+    assert not record.counters["graphs"]["decode"]["fallbacks"]
+
+
+def test_prefill_passes_that_are_not_recorded_run_without_graphs(
+    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:9]]
+    fake_graphs(monkeypatch, recorder_without_memory(lambda number: number == 1))
+    engine = toy_engine(graphs=Graphs(prefill="piecewise"), prefill_chunk=48)
+    assert engine.caps["max_running"] == 8
+    expected = toy_engine(prefill_chunk=48).generate(prompts, SAMPLED)
+    assert [item.token_ids for item in engine.generate(prompts, SAMPLED)] == [item.token_ids for item in expected]
+    graphs = engine.record().counters["graphs"]["target_prefill"]
+    assert graphs["fallbacks"]["long pass"] > 0
+    assert graphs["replays"] > 0
