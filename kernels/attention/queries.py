@@ -85,7 +85,9 @@ class AttentionInputs(NamedTuple):
     heads             how its rows split
     positions         int64 [T]
     k_cache, v_cache  of the layer: [pages, page_size, kv, dim] both; of a `LatentLayout` [pages, page_size, 1, dim -
-                      rank] and [pages, page_size, 1, rank]. In the model's type or float8_e4m3fn (a plain cast)
+                      rank] and [pages, page_size, 1, rank]. In the model's type or float8_e4m3fn
+    k_scale, v_scale  float32 [kv], of latents [1]: the caches hold keys and values divided by these; None is 1. See
+                      `stored_kv`
     """
 
     projected: torch.Tensor
@@ -93,6 +95,8 @@ class AttentionInputs(NamedTuple):
     positions: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -123,11 +127,13 @@ class PrefillInputs(NamedTuple):
     """What prefill attention of one layer reads: the query rows of `spans`, whose keys and values lie in the caches.
 
     q             [T, count, dim]
-    k_new, v_new  [T, kv, dim] (views will do): the keys and values of the pass itself, or None
+    k_new, v_new  [T, kv, dim] (views will do): the keys and values of the pass itself, rounded as the caches hold
+                  them, so that it does not matter which are read; or None
     caches        [pages, page_size, kv, dim]
     window        a query sees that many keys, itself included; 0 is all
     out           memory for the result, used if the backend can
     sinks         float32 [count]: see `QKVLayout`
+    scales        float32 [kv], of the caches: see `AttentionInputs`
     """
 
     q: torch.Tensor
@@ -139,6 +145,8 @@ class PrefillInputs(NamedTuple):
     window: int = 0
     out: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 class Mask(NamedTuple):

@@ -280,6 +280,22 @@ class _Provenance(Table):
     environment: dict[str, str] = {}
 
 
+class _Limits(Table):
+    read_bytes_s: Amount | None = None
+    gemm_flop_s: Amount | None = None
+    error: str = ""
+
+
+class _GpuState(Table):
+    samples: Count
+    throttle: dict[str, Amount] = {}
+
+
+class _Conditions(Table):
+    limits: dict[Literal["before", "after"], _Limits] = {}
+    gpus: dict[CountText, _GpuState] = {}
+
+
 class Record(Table):
     """record.json."""
 
@@ -293,6 +309,7 @@ class Record(Table):
     versions: dict[str, str]
     hardware: dict[str, Any]
     provenance: _Provenance = _Provenance()
+    conditions: _Conditions = _Conditions()
     created: str
     schema_: int = Field(alias="schema")
 

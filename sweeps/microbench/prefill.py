@@ -162,7 +162,7 @@ def _passes() -> Iterator[Case]:
 
 
 def _backend(name: str) -> PrefillAttention:
-    return prefill_backend(name, torch.device("cuda"), torch.bfloat16, DIM)
+    return prefill_backend(name, torch.device("cuda"))
 
 
 def _heads() -> QKVLayout:

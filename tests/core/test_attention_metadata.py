@@ -31,7 +31,7 @@ class Bench:
         per_row = -(-width // page_size)
         pages = per_row * (sequences + 1)
         cpu = torch.device("cpu")
-        attention = prefill_backend("torch", cpu, torch.float32, 16)
+        attention = prefill_backend("torch", cpu)
         self.cache = KVCache(config, LAYERS, pages, page_size, torch.float32, cpu, attention)
         for item in (*self.cache.k, *self.cache.v):
             item.fill_(1e20)

@@ -52,7 +52,7 @@ class Company:
         found = TargetCheckpoint(target) if isinstance(target, str) else target
         self._config, self._dtype, self._state = found.config, dtype, state
         self._device, self._kv_dtype, self._trees = device, kv_dtype or dtype, trees
-        self._attention = attention or prefill_backend("auto", device, dtype, found.config.head_dim)
+        self._attention = attention or prefill_backend("auto", device)
         self._model = Decoder(found.config, found.tensor, dtype=dtype, device=device, max_positions=1024)
 
     @torch.inference_mode()

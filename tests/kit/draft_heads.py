@@ -306,7 +306,7 @@ def write_head(folder: Path, config: dict[str, Any], tensors: Tensors, stem: str
 
 
 def loader_of(here: Any) -> Loader:
-    attention = prefill_backend("torch", CPU, torch.float32, 16)
+    attention = prefill_backend("torch", CPU)
     return Loader(
         dtype=torch.float32,
         kv_dtype=torch.float32,

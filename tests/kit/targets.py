@@ -313,7 +313,7 @@ class Targets:
         config = found.config
         model = self._reference(name)
         types = dict.fromkeys(state_types(torch.float64, "fp32"), torch.float64)
-        attention = prefill_backend("torch", cpu, torch.float64, config.head_dim)
+        attention = prefill_backend("torch", cpu)
         table = torch.arange(len(texts) + 1)[:, None]
         states = RecurrentStates(config.state_shapes, max(model.recurrent_layers, 1), len(table), 1, types, cpu)
         kv = KVCache(config, model.kv_layers, len(texts), 64, torch.float64, cpu, attention, states)

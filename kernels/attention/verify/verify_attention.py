@@ -85,14 +85,10 @@ class DecodeAttentionRef:
 
     def __call__(self, inputs: AttentionInputs, mask: Mask) -> torch.Tensor:
         """inputs of T = B * num_queries tokens -> [T, count * dim]. A tree is causal whatever the mask says."""
-        qkv, heads, positions, k_cache, v_cache = inputs
+        qkv, heads, positions, k_cache, v_cache, *scales = inputs
         q, k, v = split_qkv_rope_ref(qkv, heads, positions)
-        if not heads.shared and k_cache.dtype == qkv.dtype:
-            write_kv_ref(k, v, k_cache, v_cache, self._slots)
-        elif not heads.shared:  # torch copies no rows of FP8
-            k, v, keys, values = (x.to(k_cache.dtype).view(torch.uint8) for x in (k, v, k_cache, v_cache))
-            write_kv_ref(k, v, keys, values, self._slots)
-        k_cache, v_cache = k_cache.to(qkv.dtype), v_cache.to(qkv.dtype)
+        if not heads.shared:
+            write_kv_ref(k, v, k_cache, v_cache, self._slots, *scales)
         rows = q.unflatten(0, (-1, self._count))
-        out = paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias(mask), heads.sinks)
+        out = paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias(mask), heads.sinks, *scales)
         return out.flatten(0, 1).flatten(1)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
+from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two, to_stored
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
     Tile,
@@ -79,6 +80,17 @@ def _whole(one, two):
 
 
 @triton.jit
+def _largest(x):
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
+
+
+@triton.jit
+def _in_pairs(one, two):
+    """The first and the second of each pair of neighbours [R, HALF] of heads that come as their halves."""
+    return tl.split(tl.reshape(_whole(one, two), (one.shape[0], one.shape[1], 2)))
+
+
+@triton.jit
 def _attend(q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weights, scale):
     """One step of softmax(q k^T) v over keys k, v [N, D] where `seen`, in base 2; heads come as their halves.
 
@@ -127,13 +139,14 @@ def _fresh(
 
 @triton.jit
 def verify_attention_kernel(
-    qkv, out, k_cache, v_cache, page_table, rows, lengths, firsts, positions, ancestors, q_norm, k_norm, sinks, cos,
-    sin, partials, arrivals, n, first_node, capacity, width, window, eps, scale,
+    qkv, out, k_cache, v_cache, k_scale, v_scale, page_table, rows, lengths, firsts, positions, ancestors, q_norm,
+    k_norm, sinks, cos, sin, partials, arrivals, n, first_node, capacity, width, window, eps, scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, GROWN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PADDED: tl.constexpr = 2 * HALF
+    kept: tl.constexpr = k_cache.dtype.element_ty
     WIDTH: tl.constexpr = KV * (GROUP if SHARED else GROUP + 2) * DIM  # of a row of qkv
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
@@ -162,6 +175,13 @@ def verify_attention_kernel(
     # Halves of heads are loaded, rotated and multiplied apart from each other, each padded for itself.
     half = tl.arange(0, HALF)
     inside = half < DIM // 2
+    PAIRS: tl.constexpr = kept == tl.float8e4nv
+    wide: tl.constexpr = tl.float16 if qkv.dtype.element_ty == tl.bfloat16 and PAIRS else qkv.dtype.element_ty
+    if DIM == PADDED:
+        pair, in_pair = half, inside
+    else:
+        pair = half // (HALF // 2) * (DIM // 4) + half % (HALF // 2)
+        in_pair = half % (HALF // 2) < DIM // 4
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = row // GROUP
     live = node < n
@@ -172,8 +192,16 @@ def verify_attention_kernel(
     word = node.to(tl.int64)
     if ancestors is not None:
         word = tl.load(ancestors + token, live, 0)
-    q_one = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
-    q_two = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
+    q_one = tl.zeros([BLOCK_M, HALF], wide)
+    q_two = tl.zeros([BLOCK_M, HALF], wide)
+    if PAIRS:
+        scale = tl.zeros([BLOCK_M, 1], tl.float32) + scale
+    k_by, v_by = k_scale, v_scale
+    if k_scale is not None:
+        k_by = tl.load(k_scale + head)
+        scale = scale * k_by
+    if v_scale is not None:
+        v_by = tl.load(v_scale + head)
     one = tl.zeros([BLOCK_M, HALF], tl.float32)
     two = tl.zeros([BLOCK_M, HALF], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -183,20 +211,30 @@ def verify_attention_kernel(
         old = key < end
         here = old[:, None] & inside
         place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + half
-        k_one, k_two = tl.load(k_cache + place, here, 0.0), tl.load(k_cache + place + DIM // 2, here, 0.0)
-        v_one, v_two = tl.load(v_cache + place, here, 0.0), tl.load(v_cache + place + DIM // 2, here, 0.0)
+        if PAIRS:
+            at = (page * PAGE + key % PAGE)[:, None] * (KV * DIM // 2) + head * (DIM // 2) + pair
+            both = old[:, None] & in_pair
+            k_one, k_two = fp8_pairs(tl.load(k_cache.to(tl.pointer_type(tl.int16)) + at, both, 0), wide)
+            v_one, v_two = fp8_pairs(tl.load(v_cache.to(tl.pointer_type(tl.int16)) + at, both, 0), wide)
+        else:
+            k_one, k_two = tl.load(k_cache + place, here, 0.0), tl.load(k_cache + place + DIM // 2, here, 0.0)
+            v_one, v_two = tl.load(v_cache + place, here, 0.0), tl.load(v_cache + place + DIM // 2, here, 0.0)
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
         # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
         if start == begin:
             wait_in_loop(PDL)
             query = token * WIDTH + (head * GROUP + row % GROUP) * DIM
-            q_one, q_two = _halves(qkv, query, live, DIM, HALF)
+            x_one, x_two = _halves(qkv, query, live, DIM, HALF)
             q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
             fresh = _fresh(
                 qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, root, length, head, 0,
                 tl.where(last, n, 0), KV, GROUP, DIM, HALF, PAGE, SHARED,
             )  # fmt: skip
-            q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
+            q_one, q_two = _rotate(x_one, x_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
+            if PAIRS:
+                power, inverse = power_of_two(tl.maximum(_largest(q_one), _largest(q_two))[:, None])
+                q_one, q_two = _in_pairs((q_one * inverse).to(wide), (q_two * inverse).to(wide))
+                scale *= power
             if last:
                 new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
                 if sinks is not None:  # the first key, with a value of 0
@@ -214,8 +252,8 @@ def verify_attention_kernel(
                     new = chunk * _NEW + tl.arange(0, _NEW)
                     if not SHARED:
                         a, b = _rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
-                        a, b = a.to(k_cache.dtype.element_ty), b.to(k_cache.dtype.element_ty)
-                        c, d = c.to(v_cache.dtype.element_ty), d.to(v_cache.dtype.element_ty)
+                        a, b = to_stored(a, k_by, kept), to_stored(b, k_by, kept)
+                        c, d = to_stored(c, v_by, kept), to_stored(d, v_by, kept)
                         if tile == 0:
                             stored = (new < n) & (length + new < capacity)
                             slot = kv_slot(pages, length + new, PAGE, stored)
@@ -225,6 +263,9 @@ def verify_attention_kernel(
                             tl.store(k_cache + free + DIM // 2, b, fits)
                             tl.store(v_cache + free, c, fits)
                             tl.store(v_cache + free + DIM // 2, d, fits)
+                    if PAIRS:
+                        a, b = _in_pairs(a.to(wide), b.to(wide))
+                        c, d = _in_pairs(c.to(wide), d.to(wide))
                     visible = live[:, None] & (new < n)[None, :]
                     if ancestors is not None:
                         visible &= ((word[:, None] >> (first_node + new)[None, :]) & 1) == 1
@@ -254,7 +295,12 @@ def verify_attention_kernel(
         return
     total = tl.sum(weights, 1)
     inverse = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    acc = _whole(one * inverse, two * inverse)
+    if v_scale is not None:
+        inverse = inverse * v_by
+    if PAIRS:
+        acc = tl.reshape(tl.join(one * inverse, two * inverse), (BLOCK_M, PADDED))
+    else:
+        acc = _whole(one * inverse, two * inverse)
     both = tl.arange(0, PADDED)
     column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
     mask = live[:, None] & inside
@@ -321,7 +367,7 @@ def verify_attention(
     not write them. The writes of any earlier kernel are visible, because a GEMM lets the next kernel start only after
     its own wait, that is, when all kernels before it have ended.
     """
-    qkv, heads, positions, k_cache, v_cache = inputs
+    qkv, heads, positions, k_cache, v_cache, k_scale, v_scale = inputs
     n, first = queries.num_queries, queries.first_node
     batch, table_pages, page_size = len(queries.lengths), queries.page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
@@ -344,7 +390,7 @@ def verify_attention(
     if ancestors is not None and window is not None:
         ancestors = last_ancestors(ancestors, window)
     verify_attention_kernel[(tiles, splits, batch)](
-        qkv, out, k_cache, v_cache, queries.page_table, queries.slots, queries.lengths,
+        qkv, out, k_cache, v_cache, k_scale, v_scale, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts,
         positions if is_tree else None, ancestors,
         heads.q_norm, heads.k_norm, heads.sinks, heads.cos, heads.sin, partials, arrivals,

@@ -59,16 +59,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         max_model_len=config.max_model_len,
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
-    sizes = target.config
     attention = {
-        "target": prefill_backend(
-            config.attention_backend,
-            device,
-            dtype,
-            sizes.head_dim,
-            sinks=sizes.has_sinks,
-            latents=sizes.has_latents,
-        )
+        "target": prefill_backend(config.attention_backend, device, latents=target.config.has_latents),
     }
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
         works = f"the weights are {type_name(shared.dtype)} on {shared.device}; use the same"
@@ -92,13 +84,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     if not config.fp8_activations and not quantizes_activations(True, dtype, device, *models, at_load=to_fp8):
         log("fp8_activations: off has no effect: this model has no FP8 GEMM on this device")
     attention["draft"] = prefill_backend(
-        config.draft_attention_backend,
-        device,
-        dtype,
-        draft.config.head_dim,
-        "draft_attention_backend",
-        sinks=draft.config.has_sinks,
-        latents=draft.config.has_latents,
+        config.draft_attention_backend, device, "draft_attention_backend", latents=draft.config.has_latents
     )
     model = target.config
     if config.tensor_parallel > 1:

@@ -26,6 +26,7 @@ class Case:
         page_size: int = 16, stored: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.count, self.kv, self.dim = heads
+        self.scales: list[torch.Tensor | None] = [None, None]
         self.spans = spans
         needed = [math.ceil(end / page_size) for _, end in spans]
         order = random.sample(range(1, sum(needed) + 3), sum(needed))
@@ -55,12 +56,14 @@ class Case:
     def inputs(self, window: int = 0, sinks: torch.Tensor | None = None, *, own: bool = False) -> PrefillInputs:
         """own: with the keys and values of the pass itself."""
         new = self.new if own else (None, None)
-        return PrefillInputs(self.q, *new, self.k_cache, self.v_cache, self.layout, window, sinks=sinks)
+        caches = self.k_cache, self.v_cache
+        return PrefillInputs(self.q, *new, *caches, self.layout, window, None, sinks, *self.scales)
 
     def expected(self, window: int = 0, sinks: torch.Tensor | None = None) -> torch.Tensor:
         parts = []
         queries = self.q.double().cpu().split(self.layout.counts)
         for q, k, v, (start, end) in zip(queries, self.keys, self.values, self.spans, strict=True):
+            k, v = (x if by is None else x * by.cpu()[:, None] for x, by in zip((k, v), self.scales, strict=True))
             k, v = (x.double().repeat_interleave(self.count // self.kv, 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
             distance = torch.arange(start, end)[:, None] - torch.arange(end)
@@ -179,6 +182,22 @@ def test_fp8_kv_cache(device: torch.device, heads: tuple[int, int, int]) -> None
         pytest.skip("the interpreter has no FP8 matmul")
     case = Case(device, torch.bfloat16, [(0, 70), (300, 421)], heads, stored=torch.float8_e4m3fn)
     case.check(prefill_attention(case.inputs()))
+
+
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("spans", [[(0, 33), (47, 80)], [(1100, 1103), (0, 5)]])
+def test_scales_of_a_cache(device: torch.device, stored: torch.dtype | None, spans: list[tuple[int, int]]) -> None:
+    case = Case(device, torch.float32, spans, (6, 2, 24), stored=stored)
+    case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)]
+    sinks = torch.randn(6, device=device)
+    case.check(prefill_attention(case.inputs(sinks=sinks), Tiling(16, 64, 4, 2)), sinks=sinks)
+
+
+def test_keys_of_the_pass_are_not_scaled(device: torch.device) -> None:
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    case = Case(device, dtype, [(0, 37), (0, 1)], (8, 2, 64), stored=torch.float8_e4m3fn)
+    inputs = case.inputs(own=True)._replace(k_scale=torch.full((2,), torch.nan), v_scale=torch.full((2,), torch.nan))
+    case.check(prefill_attention(inputs, Tiling(32, 16, 4, 2)))
 
 
 FRESH = [(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]

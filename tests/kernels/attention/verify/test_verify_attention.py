@@ -59,9 +59,10 @@ class Case:
         norms = [torch.rand(dim, device=device).to(dtype) + 0.5 for _ in range(2)] if norm else [None, None]
         sink = 3 * torch.randn(count, device=device) if sinks else None
         self.heads = QKVLayout(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin, sinks=sink)
+        self.scales: list[torch.Tensor | None] = [None, None]
 
     def inputs(self, positions: torch.Tensor, caches: list[torch.Tensor]) -> AttentionInputs:
-        return AttentionInputs(self.qkv, self.heads, positions, *caches)
+        return AttentionInputs(self.qkv, self.heads, positions, *caches, *self.scales)
 
     def queries(self, lengths: torch.Tensor, **tree: Any) -> DecodeQueries:
         return DecodeQueries(self.table, self.rows, lengths, self.n, self.page_size, **tree)
@@ -231,6 +232,35 @@ def test_fp8_cache(device: torch.device, dtype: torch.dtype, sizes: dict[str, in
     if device.type == "cpu":  # the interpreter rounds to FP8 differently than torch: use values that need no rounding
         case.qkv = case.qkv.to(torch.float8_e4m3fn).to(dtype)
         case.heads.cos.fill_(1), case.heads.sin.fill_(0)
+    case.check(2)
+
+
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("sizes", first_quick(1, [{"count": 6, "kv": 3, "dim": 80}, {"kv": 1, "dim": 64}]))
+def test_scales_of_a_cache(device: torch.device, cache: torch.dtype | None, sizes: dict[str, int]) -> None:
+    """Of each KV head, for keys from before and of the pass; what is too large for FP8 is saturated."""
+    case = Case(device, torch.float32, [40, 3, 0], 4, cache=cache, norm=False, sinks=True, **sizes)
+    kv, dim = case.heads.kv, case.heads.dim
+    case.scales = [2.0 ** (torch.arange(kv, device=device) + first) for first in (-2, 1)]
+    case.qkv = (2 * case.qkv).round() / 2  # nothing is rounded to FP8, which the interpreter does differently
+    case.heads.cos.fill_(1), case.heads.sin.fill_(0)
+    if cache is None:
+        case.scales = [torch.rand(kv, device=device) + 0.5 for _ in range(2)]
+    else:
+        case.qkv[1, case.heads.count * dim], case.qkv[2, -1] = -448.0, 2e4
+    case.check(2)
+
+
+@pytest.mark.parametrize("dtype", slow_but([torch.float32], DTYPES))
+@pytest.mark.parametrize("size", [3e-5, 3e7])
+def test_queries_of_any_size(device: torch.device, dtype: torch.dtype, size: float) -> None:
+    """They are multiplied in float16 with keys in FP8, which holds no such numbers."""
+    if dtype == torch.float16 and size > 1:
+        pytest.skip("float16 has no such numbers")
+    case = Case(device, dtype, [40, 3], 4, cache=torch.float8_e4m3fn, norm=False, kv=1, dim=64)
+    case.scales = [torch.full((1,), 1 / size, device=device), None]
+    case.qkv[:, : case.heads.count * 64] *= size
+    case.qkv[:, case.heads.count * 64 :] = 0.0
     case.check(2)
 
 
