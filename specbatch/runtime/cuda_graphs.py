@@ -78,7 +78,9 @@ class Recorder:
     def __init__(self, device: torch.device, *, may_leave_out: bool = True) -> None:
         """may_leave_out: without enough memory, what takes most of it is left out; ranks all record the same."""
         self._may_leave_out = may_leave_out
+        self._is_short = False  # of memory: a recording has failed
         self._pool = torch.cuda.graph_pool_handle()
+        self._holds = False  # whether a graph holds the pool
         self._stream = torch.cuda.Stream(device)
 
     def warm(self, program: Program) -> None:
@@ -90,21 +92,35 @@ class Recorder:
         with torch.cuda.stream(self._stream):
             program()
         torch.cuda.current_stream().wait_stream(self._stream)
+        if self._is_short:  # what the program took is in another pool, and cannot be freed during a recording
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
 
     def record_each(self, buckets: list[int], record: Callable[[int], None], left_out: list[int]) -> Iterator[None]:
         """Record every bucket, the largest first: the others fit into the memory it leaves. Those for which there is
         not enough are moved from `buckets` to `left_out`. Raises torch.OutOfMemoryError if it would be all."""
         for bucket in reversed(buckets.copy()):
-            try:
-                record(bucket)
-            except torch.OutOfMemoryError:
-                if len(buckets) == 1 or not self._may_leave_out:
-                    raise
+            if not self._fits(record, bucket) and not self._fits(record, bucket):
+                if len(buckets) == 1:
+                    raise torch.OutOfMemoryError(f"no memory for the graphs of {bucket} requests or tokens")
                 buckets.remove(bucket)
                 left_out.append(bucket)
-            if bucket in left_out:  # no frame of the error holds tensors any more
-                torch.cuda.empty_cache()
             yield
+
+    def _fits(self, record: Callable[[int], None], bucket: int) -> bool:
+        """Record a bucket if there is enough memory."""
+        try:
+            record(bucket)
+            return True
+        except torch.OutOfMemoryError:
+            if not self._may_leave_out:
+                raise
+            self._is_short = True
+        # Here no frame of the error holds tensors any more. A pool that no graph holds is gone.
+        torch.cuda.empty_cache()
+        if not self._holds:
+            self._pool = torch.cuda.graph_pool_handle()
+        return False
 
     def record(self, program: Program) -> Program:
         """Record what `program` launches; returns its replay. `torch.cuda.graph` would collect garbage at every
@@ -120,6 +136,7 @@ class Recorder:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
+        self._holds = True
         replay: Program = graph.replay
         return replay
 

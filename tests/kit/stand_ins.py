@@ -26,7 +26,7 @@ class FakeRecorder(Recorder):
 
     def __init__(self, device: torch.device, *, may_leave_out: bool = True) -> None:
         self.recorded = 0
-        self._may_leave_out = may_leave_out
+        self._may_leave_out, self._is_short, self._holds = may_leave_out, False, True
 
     def warm(self, program: Program) -> None:
         if is_rehearsing():
