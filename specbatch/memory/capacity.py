@@ -25,6 +25,7 @@ MOST_RUNNING = 1024
 MOST_RUNNING_SPARSE = 2048  # of a mixture of experts
 MOST_ROWS = 4096  # of a verify: a step of more takes proportionally longer
 MOST_CHUNK, LEAST_CHUNK = 16384, 2048
+SMALL_JOB = 512  # tokens of a pass, at least, however few tokens the prompts of a job have
 CHUNK_SHARE = 16  # the activations of a pass take at most so much of what the weights leave: 1/16
 # Left free on a GPU: 5% and 2 GiB. Kernels and workspaces of libraries take about 1 GiB, whatever the size of the card;
 # the rest is for temporary tensors whose sizes differ from pass to pass.
@@ -98,7 +99,7 @@ def _chunk(job: JobSize, left: Callable[[int, int], int], least: int, *, on_cpu:
         chunk, why = chunk // 2, f"activations may take 1/{CHUNK_SHARE} of the memory"
     if job.requests is not None and job.prompt_tokens is not None:
         needed = int(2 * job.requests * job.prompt_tokens)  # twice, because their number is an estimate
-        while chunk > LEAST_CHUNK and chunk // 2 >= needed:
+        while chunk > SMALL_JOB and chunk // 2 >= needed:
             chunk, why = chunk // 2, f"all prompts have about {needed // 2} tokens"
     return chunk, why
 

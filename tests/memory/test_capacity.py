@@ -67,7 +67,8 @@ def test_a_small_card_keeps_memory_for_keys_and_values(free: int) -> None:
 
 def test_the_job_bounds_what_is_chosen() -> None:
     few = plan(139, {"job": JobSize(3, 100, 50)})
-    assert (few.max_running, few.prefill_chunk) == (3, 2048)
+    assert (few.max_running, few.prefill_chunk) == (3, 1024)
+    assert plan(139, {"job": JobSize(1, 5, 5)}).prefill_chunk == 512
     assert "the job has no more requests" in few.reasons["max_running"]
     some = plan(139, {"job": JobSize(80, 50, 50)})
     assert (some.max_running, some.prefill_chunk) == (80, 8192)
