@@ -91,12 +91,11 @@ class HeadPrefillGraphs(HeadPrefill):
     the last."""
 
     def __init__(self, head: DraftHead, cache: KVCache, recorder: Recorder, most: int) -> None:
-        """most: number of tokens of the largest pass."""
+        """most: number of tokens of the largest pass that is recorded."""
         super().__init__(head, cache)
         self._recorder = recorder
         self.left_out: list[int] = []
         self._buckets = token_buckets(most)
-        most = self._buckets[-1]
         self._graphs = {bucket: [nothing] * head.depth for bucket in self._buckets}  # until they are recorded
         like, between = head.embedding, most if head.more else 0
         projected, mixed = head.config.mixer_widths
@@ -116,7 +115,7 @@ class HeadPrefillGraphs(HeadPrefill):
         return len(self._buckets)
 
     def capture(self) -> Iterator[None]:
-        yield from self._recorder.record_each(self._buckets, self._record, self.left_out)
+        yield from self._recorder.record_each(self._buckets, self._record, self._graphs.clear, self.left_out)
 
     def _record(self, bucket: int) -> None:
         programs = [partial(self._segment, layer, bucket) for layer in range(self.head.depth)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,10 +26,8 @@ Program = Callable[[], None]
 # Results that may be in flight at the same time: one being computed, one being copied, one being read.
 RING = 4
 SHORT_TOKENS = 2048  # prefill passes of up to so many are recorded as a whole, too, with and without a prefix
-# Prefill passes of more are not recorded: a device takes ten times as long for them as the host needs to launch them
-# (8,192 tokens of an 8B model: 200 ms on an H200, against some 15), so that a recording saves nothing. It would take
-# start-up time, static tensors and padding.
-LONG_TOKENS = 8192
+LONG_TOKENS = 8192  # passes of more are not recorded in any case
+LAYER_WORK = 0.6e12  # operations of a layer: 1 ms on an H200, where the host launches a layer in 0.7 ms
 
 
 class Result(NamedTuple):
@@ -78,10 +76,11 @@ class Recorder:
     def __init__(self, device: torch.device, *, may_leave_out: bool = True) -> None:
         """may_leave_out: without enough memory, what takes most of it is left out; ranks all record the same."""
         self._may_leave_out = may_leave_out
-        self._is_short = False  # of memory: a recording has failed
-        self._pool = torch.cuda.graph_pool_handle()
-        self._holds = False  # whether a graph holds the pool
+        self._take_pool()
         self._stream = torch.cuda.Stream(device)
+
+    def _take_pool(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, program: Program) -> None:
         """Run once, for what is compiled or allocated on first use."""
@@ -92,35 +91,39 @@ class Recorder:
         with torch.cuda.stream(self._stream):
             program()
         torch.cuda.current_stream().wait_stream(self._stream)
-        if self._is_short:  # what the program took is in another pool, and cannot be freed during a recording
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
 
-    def record_each(self, buckets: list[int], record: Callable[[int], None], left_out: list[int]) -> Iterator[None]:
-        """Record every bucket, the largest first: the others fit into the memory it leaves. Those for which there is
-        not enough are moved from `buckets` to `left_out`. Raises torch.OutOfMemoryError if it would be all."""
-        for bucket in reversed(buckets.copy()):
-            if not self._fits(record, bucket) and not self._fits(record, bucket):
-                if len(buckets) == 1:
-                    raise torch.OutOfMemoryError(f"no memory for the graphs of {bucket} requests or tokens")
-                buckets.remove(bucket)
-                left_out.append(bucket)
-            yield
+    def record_each(
+        self, buckets: list[int], record: Callable[[int], None], forget: Program, left_out: list[int]
+    ) -> Iterator[None]:
+        """Record every bucket, the largest first: the others fit into the memory it leaves. Without enough memory it
+        begins again with half of the largest, and moves those above from `buckets` to `left_out`.
+
+        forget: drops all recordings of these buckets. Raises torch.OutOfMemoryError if not even the smallest fits."""
+        waiting = buckets.copy()
+        while waiting:
+            if self._fits(record, waiting[-1]):
+                waiting.pop()
+                yield
+                continue
+            forget()
+            count = bisect_right(buckets, buckets[-1] // 2)
+            if not count:
+                raise torch.OutOfMemoryError(f"no memory for a graph of {buckets[-1]} requests or tokens")
+            left_out += buckets[count:]
+            del buckets[count:]
+            waiting = buckets.copy()
+            torch.cuda.empty_cache()
+            self._take_pool()  # the one of before is gone if no graph holds it
 
     def _fits(self, record: Callable[[int], None], bucket: int) -> bool:
-        """Record a bucket if there is enough memory."""
+        """Record a bucket if there is enough memory. When this returns, no frame of an error holds tensors."""
         try:
             record(bucket)
-            return True
         except torch.OutOfMemoryError:
             if not self._may_leave_out:
                 raise
-            self._is_short = True
-        # Here no frame of the error holds tensors any more. A pool that no graph holds is gone.
-        torch.cuda.empty_cache()
-        if not self._holds:
-            self._pool = torch.cuda.graph_pool_handle()
-        return False
+            return False
+        return True
 
     def record(self, program: Program) -> Program:
         """Record what `program` launches; returns its replay. `torch.cuda.graph` would collect garbage at every
@@ -136,7 +139,6 @@ class Recorder:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        self._holds = True
         replay: Program = graph.replay
         return replay
 
@@ -183,10 +185,21 @@ def batch_buckets(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
+def recorded_tokens(chunk: int, hidden_size: int, ranks: int = 1) -> int:
+    """Tokens of the largest prefill pass that is recorded, of passes of up to `chunk`.
+
+    A recording saves nothing where the device needs longer than the host launches: it takes start-up time, static
+    tensors and padding. A layer has about 24 * hidden_size^2 operations per token, divided over `ranks`. On an H200
+    passes of an 8B model (4096) are as fast without graphs from 1,024 tokens on, of a 0.6B model (1024) from 8,192.
+    """
+    most = SHORT_TOKENS
+    while most < LONG_TOKENS and most * 24 * hidden_size**2 < LAYER_WORK * ranks:
+        most *= 2
+    return min(chunk, most)
+
+
 def token_buckets(most: int) -> list[int]:
-    """Recorded numbers of prompt tokens, up to `most` or `LONG_TOKENS`: at most an eighth of a pass of over 1024 is
-    padding."""
-    most = min(most, LONG_TOKENS)
+    """Recorded numbers of prompt tokens, up to `most`: at most an eighth of a pass of over 1024 is padding."""
     sizes = [16, *range(32, 256, 32), *range(256, 1024, 64), *range(1024, 2048, 128)]
     sizes += [*range(2048, 4096, 256), *range(4096, most, 512)]
     return [size for size in sizes if size < most] + [most]
@@ -261,7 +274,7 @@ class WholeGraphs:
         return len(self._graphs)
 
     def capture(self) -> Iterator[None]:
-        yield from self.recorder.record_each(self._buckets, self._capture_lengths, self.left_out)
+        yield from self.recorder.record_each(self._buckets, self._capture_lengths, self._graphs.clear, self.left_out)
 
     def _capture_lengths(self, bucket: int) -> None:
         for num_drafts in reversed(self._draft_lengths):

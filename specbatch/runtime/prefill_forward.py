@@ -100,8 +100,8 @@ class PiecewiseGraphs:
         *,
         needs_all_hidden: bool,
     ) -> None:
-        """most: tokens of the largest pass, of which `token_buckets` says what is recorded; page_table, tokens: those
-        that all passes use; needs_all_hidden: the last
+        """most: tokens of the largest pass that is recorded; page_table, tokens: those that all passes use;
+        needs_all_hidden: the last
         hidden states of all tokens are needed, so that what follows the last operation is recorded, too."""
         config = model.config
         mixers = [layer.mixer for layer in model.layers]
@@ -116,7 +116,6 @@ class PiecewiseGraphs:
         self._in_segments = len(mixers) if needs_all_hidden or model.aux else model.first_reader
         self.left_out: list[int] = []
         self._buckets = token_buckets(most)
-        most = self._buckets[-1]
         # Until they are recorded they do nothing, and a pass runs what is between them.
         count = self._in_segments + needs_all_hidden
         self._segments: dict[int, list[Program]] = {bucket: [nothing] * count for bucket in self._buckets}
@@ -150,7 +149,11 @@ class PiecewiseGraphs:
 
     def capture(self) -> Iterator[None]:
         record = partial(self._record, self.unlike(len(self._model.layers)))
-        yield from self._recorder.record_each(self._buckets, record, self.left_out)
+        yield from self._recorder.record_each(self._buckets, record, self._forget, self.left_out)
+
+    def _forget(self) -> None:
+        self._segments.clear()
+        self._wholes.clear()
 
     def _record(self, all_unlike: list[int], bucket: int) -> None:
         if (bucket, True) not in self._spans:
@@ -163,7 +166,7 @@ class PiecewiseGraphs:
             whole = partial(self._run_whole, programs, range(layers), bucket, spans)
             self._wholes[key] = self._recorder.record(whole)
         if not is_rehearsing():
-            del self._segments[bucket]  # recorded when a pass of many sequences first needs them
+            self._segments.pop(bucket, None)  # recorded when a pass of many sequences first needs them
 
     def __call__(
         self, metadata: PrefillMetadata, rows: Sequence[int] | None = None, tokens: torch.Tensor | None = None

@@ -26,7 +26,10 @@ class FakeRecorder(Recorder):
 
     def __init__(self, device: torch.device, *, may_leave_out: bool = True) -> None:
         self.recorded = 0
-        self._may_leave_out, self._is_short, self._holds = may_leave_out, False, True
+        self._may_leave_out = may_leave_out
+
+    def _take_pool(self) -> None:
+        pass
 
     def warm(self, program: Program) -> None:
         if is_rehearsing():

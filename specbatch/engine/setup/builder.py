@@ -37,7 +37,7 @@ from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.progress.bars import Report, Stages
-from specbatch.runtime.cuda_graphs import LONG_TOKENS, Recorder, batch_buckets
+from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, recorded_tokens
 from specbatch.runtime.device import type_name
 from specbatch.runtime.loader import Loader, quantization_lines, quantizes_activations
 from specbatch.text.tokenizer import Tokenizer
@@ -158,6 +158,7 @@ def _load(
     width = reserved_length(plan.max_model_len, kv_slots) + 1
     recorder = Recorder(device, may_leave_out=ranks is None) if config.graphs.any else None
     to_fp8 = config.speculation.quantizes_draft
+    recorded = recorded_tokens(plan.prefill_chunk, sizes.hidden_size, sizes.ranks)
     batch = DeviceBatch(plan.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
         dtype=dtype,
@@ -167,7 +168,7 @@ def _load(
         pages=plan.kv_pages,
         page_size=config.page_size,
         attention=attention,
-        chunk=plan.prefill_chunk,
+        chunk=recorded,
         page_table=batch.page_table,
         tokens=batch.tokens,
         num_drafts=num_drafts,
@@ -211,6 +212,7 @@ def _load(
         forwards=loader.forwards,
         page_size=config.page_size,
         prefill_chunk=plan.prefill_chunk,
+        recorded_tokens=recorded,
         draft_lengths=config.speculation.draft_lengths,
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
@@ -310,8 +312,9 @@ def _record_graphs(parts: EngineParts, log: Log, progress: Stages) -> dict[str, 
     worker, plan, graphs = parts.worker, parts.plan, parts.config.graphs
     if not worker.recordings():
         return {}
-    if graphs.prefill == "piecewise" and plan.prefill_chunk > LONG_TOKENS:
-        log(f"prefill passes of more than {LONG_TOKENS} tokens run without graphs, which would not make them faster")
+    if graphs.prefill == "piecewise" and plan.prefill_chunk > worker.recorded_tokens:
+        most = worker.recorded_tokens
+        log(f"prefill passes of more than {most} tokens run without graphs, which would not make them faster")
     start, free = time.perf_counter(), available_memory(worker.batch.device)
     progress.begin("compiling kernels")
     compiled = worker.compile_kernels(progress)

@@ -20,7 +20,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import token_bytes
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.partition import rows_per_rank
-from specbatch.runtime.cuda_graphs import graph_bytes, token_buckets
+from specbatch.runtime.cuda_graphs import graph_bytes, recorded_tokens
 from specbatch.runtime.loader import dequantized_bytes, saved_by_fp8, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 
@@ -34,15 +34,15 @@ def memory_plan(
     kv_dtype = kv_dtype_of(config, dtype)
 
     def of_graphs(running: int, chunk: int) -> int:
+        most = recorded_tokens(chunk, model.hidden_size, model.ranks)
         recorded = graph_bytes(
             config.graphs,
             most=running,
-            chunk=chunk,
+            chunk=most,
             layers=model.num_layers + draft.layers,
             draft_lengths=config.speculation.draft_lengths,
         )
         if config.graphs.prefill == "piecewise":
-            most = token_buckets(chunk)[-1]
             recorded += static_bytes(model, dtype, most, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
             recorded += static_bytes(draft.config, dtype, most, needs_all_hidden=False) if draft.layers else 0
         return recorded
