@@ -101,8 +101,8 @@ class PiecewiseGraphs:
         needs_all_hidden: bool,
     ) -> None:
         """most: tokens of the largest pass that is recorded; page_table, tokens: those that all passes use;
-        needs_all_hidden: the last
-        hidden states of all tokens are needed, so that what follows the last operation is recorded, too."""
+        needs_all_hidden: the last hidden states of all tokens are needed, so that what follows the last operation is
+        recorded, too."""
         config = model.config
         mixers = [layer.mixer for layer in model.layers]
         self.counters = GraphCounters()

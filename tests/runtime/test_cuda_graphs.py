@@ -500,10 +500,10 @@ def recorder_without_memory(fails: Callable[[int], bool]) -> type[FakeRecorder]:
 
     class Recorder(FakeRecorder):
         def record(self, program: Program) -> Program:
-            self.recorded += 1
+            replay = super().record(program)
             if fails(self.recorded):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
-            return super().record(program)
+            return replay
 
     return Recorder
 
