@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import slow_but
 from released import check_released
+from targets import Targets
 
 from specbatch import SamplingParams, SpecbatchError
 from specbatch.config.engine_config import Speculation
@@ -21,6 +23,11 @@ SPECULATIONS = {
     "ngram": Speculation("ngram"),
     "self": Speculation("standalone", draft="self:skip=1"),
 }
+CASES = [
+    *((target, "ngram") for target in ("qwen3-next", "nemotron-h", "lfm2", "deepseek-v3", "gpt-oss")),
+    *(("llama", drafter) for drafter in ("model-auto", "eagle-tree", "eagle3-corpus-budget", "dflash-auto", "dspark")),
+    *(("qwen3.5", "mtp"), ("gemma3", "none"), ("qwen3.5", "model-recurrent")),
+]
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.8, ignore_eos=True, logprobs=True)
 
 
@@ -113,3 +120,32 @@ def test_samples_and_prompt_logprobs_survive(toy: Any, toy_engine: Callable[...,
     for one, other in zip(engine.generate(prompts, params), expected, strict=True):
         assert one.token_ids == other.token_ids
         assert one.prompt_logprobs == pytest.approx(other.prompt_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(("target", "drafter"), slow_but([("qwen3.5", "mtp"), ("gemma3", "none")], CASES))
+def test_all_kinds_of_state_are_computed_again(targets: Targets, target: str, drafter: str) -> None:
+    """Recurrent states, windows, features of heads, the corpus, draft lengths."""
+    prompts = [[3 + (5 * index + place) % 24 for place in range(3 + 4 * index % 15)] for index in range(9)]
+    prompts += [[*prompts[5], 5, 6], prompts[5]]
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    expected = targets.engine(target, drafter).generate(prompts, params)
+    engine = targets.engine(target, drafter)
+    worker, calls = engine.parts.worker, 0
+
+    def failing(launch: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            result = launch(*args)
+            if calls in (5, 12) and engine._runner.can_shrink:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+            return result
+
+        return call
+
+    for name in ("decode", "prefill"):
+        setattr(worker, name, failing(getattr(worker, name)))
+    found = engine.generate(prompts, params)
+    assert engine.caps["max_running"] < 4
+    assert [item.token_ids for item in found] == [item.token_ids for item in expected]
+    check_released(engine)
