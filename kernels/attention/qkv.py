@@ -12,18 +12,22 @@ from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import apply_rope_ref
 
 
-def split_qkv_rope_ref(
-    qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """qkv [T, (count + 2 kv) * dim] at `positions` int64 [T] -> q [T, count, dim], k and v [T, kv, dim].
-
-    q and k are normalised (where the model does) and rotated. With shared keys, kv is 0 here.
-    """
+def split_qkv_ref(qkv: torch.Tensor, heads: QKVLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """qkv [T, (count + 2 kv) * dim] -> q and k [T, count + kv, dim], normalised (where the model does), v [T, kv, dim].
+    With shared keys, kv is 0 here."""
     rows = qkv.view(-1, heads.count + 2 * heads.own_kv, heads.dim)
     qk, v = rows[:, : heads.count + heads.own_kv], rows[:, heads.count + heads.own_kv :]
     if heads.q_norm is not None and heads.k_norm is not None:
         q, k = qk[:, : heads.count], qk[:, heads.count :]
         qk = torch.cat([rms_norm_ref(q, heads.q_norm, heads.eps), rms_norm_ref(k, heads.k_norm, heads.eps)], 1)
+    return qk, v
+
+
+def split_qkv_rope_ref(
+    qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`split_qkv_ref` at `positions` int64 [T] -> q [T, count, dim], rotated as k [T, kv, dim], and v [T, kv, dim]."""
+    qk, v = split_qkv_ref(qkv, heads)
     qk = apply_rope_ref(qk, heads.cos[positions][:, None], heads.sin[positions][:, None])
     return qk[:, : heads.count], qk[:, heads.count :], v
 
@@ -40,8 +44,10 @@ def split_qkv_rope_write_ref(
     q, k, v = split_qkv_rope_ref(qkv, heads, positions)
     if heads.shared:
         return (q if out is None else out[0].copy_(q)), k, v
+    if heads.k_offset is not None:
+        k = k.float() - heads.k_offset
     write_kv_ref(k, v, k_cache, v_cache, slots, *scales)
-    if k_cache.dtype != qkv.dtype:
+    if k_cache.dtype != qkv.dtype or heads.k_offset is not None:
         k, rounded = (
             from_stored(to_stored(x, k_cache.dtype, scale), qkv.dtype, scale)
             for x, scale in zip((k, v), scales, strict=True)

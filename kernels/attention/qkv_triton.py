@@ -26,15 +26,15 @@ def split_qkv_rope(
     lines = rows * (heads.count + 2 * kv)
     _split_qkv_rope[(cdiv(lines, tile),)](
         qkv, heads.q_norm, heads.k_norm, heads.cos, heads.sin, positions, slots, q, k_cache, v_cache, k_scale,
-        v_scale, k_new, lines, heads.eps, COUNT=heads.count, KV=kv, DIM=dim, NORM=heads.q_norm is not None,
-        TILE=tile, HALF=half, num_warps=4 if tile * 2 * half <= 4096 else 8, **pdl(qkv),
+        v_scale, heads.k_offset, k_new, lines, heads.eps, COUNT=heads.count, KV=kv, DIM=dim,
+        NORM=heads.q_norm is not None, TILE=tile, HALF=half, num_warps=4 if tile * 2 * half <= 4096 else 8, **pdl(qkv),
     )  # fmt: skip
     return q, k_new[:, :kv], qkv.view(len(qkv), -1, dim)[:, heads.count + kv :]
 
 
 @triton.jit(do_not_specialize=["lines"])
 def _split_qkv_rope(
-    qkv, q_norm, k_norm, cos, sin, positions, slots, q, k_cache, v_cache, k_scale, v_scale, k_new,
+    qkv, q_norm, k_norm, cos, sin, positions, slots, q, k_cache, v_cache, k_scale, v_scale, k_offset, k_new,
     lines, eps, COUNT: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
     TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -91,13 +91,17 @@ def _split_qkv_rope(
     if v_scale is not None:
         v_by = tl.load(v_scale + head - COUNT - KV, real & is_v, 1.0)[:, None]
     kept: tl.constexpr = k_cache.dtype.element_ty
-    k1, k2 = to_stored(y1, k_by, kept), to_stored(y2, k_by, kept)
+    k1, k2 = y1, y2
+    if k_offset is not None:
+        less = k_offset + (head - COUNT)[:, None] * DIM + column[None, :]
+        k1, k2 = k1.to(tl.float32) - tl.load(less, to_k, 0.0), k2.to(tl.float32) - tl.load(less + half, to_k, 0.0)
+    k1, k2 = to_stored(k1, k_by, kept), to_stored(k2, k_by, kept)
     v1, v2 = to_stored(y1, v_by, kept), to_stored(y2, v_by, kept)
     tl.store(k_cache + key, k1, mask=to_k)
     tl.store(k_cache + key + half, k2, mask=to_k)
     tl.store(v_cache + value, v1, mask=to_v)
     tl.store(v_cache + value + half, v2, mask=to_v)
-    if kept != dtype:  # later passes read what is stored, so this one does, too
+    if kept != dtype or k_offset is not None:  # later passes read what is stored, so this one does, too
         y1, y2 = from_stored(k1, k_by, dtype), from_stored(k2, k_by, dtype)
         tl.store(source, from_stored(v1, v_by, dtype), mask=to_v)
         tl.store(source + half, from_stored(v2, v_by, dtype), mask=to_v)

@@ -177,7 +177,7 @@ def plan_memory(
     vocabulary: int,
     rows: int,
     token_bytes: int = 0,
-    temporary: int = 0,
+    temporary: Callable[[int], int] = lambda running: 0,
     corpus_bytes: Callable[[int], int] = lambda running: 0,
     grammars: int = 0,
     graph_bytes: Callable[[int, int], int] = lambda running, chunk: 0,
@@ -189,9 +189,9 @@ def plan_memory(
     All sizes are in bytes. free: free memory of the device; model_len: positions the model supports; page_bytes: one
     page in all caches; target_page_bytes: in the target's; state_bytes: recurrent states of one device row;
     cached_state_bytes: those of one prefix; rows: query rows of a verify; token_bytes: activations of one token in a
-    pass; temporary: the largest other tensor of a pass; corpus_bytes: the corpus with so many tokens in all slots;
-    grammars: their tables; graph_bytes: CUDA graphs for so many requests and tokens of a pass; is_sparse: whether the
-    model is a mixture of experts; share: this engine's share, of which only the first includes `weights`.
+    pass; temporary: other tensors of a pass with so many requests; corpus_bytes: the corpus with so many tokens in all
+    slots; grammars: their tables; graph_bytes: CUDA graphs for so many requests and tokens of a pass; is_sparse:
+    whether the model is a mixture of experts; share: this engine's share, of which only the first includes `weights`.
     Raises SpecbatchError, naming the setting, if it cannot fit.
     """
     size, slack = config.page_size, reserved_length(0, rows)
@@ -211,7 +211,7 @@ def plan_memory(
         # Tokens and page table of every slot, 8 bytes each.
         tokens = (running + 1) * (longest + slack + 1)
         workspace += 8 * tokens * (size + 1) // size
-        workspace += token_bytes * max(chunk, running * rows) + temporary
+        workspace += token_bytes * max(chunk, running * rows) + temporary(running)
         return _Taken(workspace, state_bytes * (running + 1), corpus_bytes(tokens), graph_bytes(running, chunk))
 
     def left(running: int, chunk: int) -> int:

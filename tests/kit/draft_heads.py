@@ -47,6 +47,7 @@ class TargetStub:
         self.tensors = randomise(tensor_shapes(self.config), vocabulary, 1.5)
         self.mtp = {f"mtp.{name}": tuple(tensor.shape) for name, tensor in (mtp or {}).items()}
         self.tensors |= {f"mtp.{name}": tensor for name, tensor in (mtp or {}).items()}
+        self.cache: dict[str, tuple[int, ...]] = {}
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]

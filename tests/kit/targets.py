@@ -226,6 +226,7 @@ class TargetCheckpoint:
         self.tensors[self.config.names.embedding] = embedding
         self.tensors[self.config.names.head] = embedding[last.clamp(max=vocabulary - 1)] / math.sqrt(hidden)
         self.mtp: dict[str, tuple[int, ...]] = {}
+        self.cache: dict[str, tuple[int, ...]] = {}
         if name in MTP:
             network = import_module(self.config.mtp_module)
             self.mtp = tensor_shapes(network.mtp_config(self.config, layers=mtp_layers or 1))

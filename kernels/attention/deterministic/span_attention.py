@@ -98,7 +98,8 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
 def _rows(cache: torch.Tensor, scale: torch.Tensor | None, slots: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
     """Keys or values float32 [B, kv, 1, keys, dim] at flat slots [B, keys]; zeros where none exists."""
     found = gather_stored(cache.flatten(0, 1), slots.flatten(), torch.float32, scale).unflatten(0, slots.shape)
-    return found.masked_fill(~exists[..., None, None], 0.0).transpose(1, 2)[:, :, None]
+    held: torch.Tensor = found.masked_fill(~exists[..., None, None], 0.0)
+    return held.transpose(1, 2)[:, :, None]
 
 
 def _aligned(width: int) -> int:

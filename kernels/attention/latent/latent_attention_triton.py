@@ -18,6 +18,7 @@ from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two
 from specbatch.kernels.attention.verify.verify_attention_configs import splits_for
+from specbatch.kernels.common.e4m3_triton import dequantize_e4m3
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.common.sizes import cdiv, tile_side
 from specbatch.kernels.common.workspace import reserve
@@ -102,14 +103,16 @@ def latent_attention_kernel(
     if k_scale is not None:
         turned_scale = scale * tl.load(k_scale)
     ratio = latent_scale / turned_scale
-    if (k_cache.dtype.element_ty == tl.float8e4nv) & (q_latent.dtype == tl.bfloat16):  # see `stored_kv_triton`
+    # In FP8, a warp's instructions take keys from registers in float16 (`stored_kv_triton`). Those of a warpgroup (64
+    # rows) take them, and queries as they are, from shared memory.
+    FP8: tl.constexpr = v_cache.dtype.element_ty == tl.float8e4nv
+    PAIRS: tl.constexpr = FP8 and BLOCK_M == 16
+    if PAIRS and q_latent.dtype == tl.bfloat16:
         largest = tl.max(tl.abs(q_turned.to(tl.float32)), 1)
         largest = tl.maximum(largest, tl.max(tl.abs(q_latent.to(tl.float32)), 1))
         power, inverse = power_of_two(largest[:, None])
         q_latent, q_turned = (q_latent * inverse).to(tl.float16), (q_turned * inverse).to(tl.float16)
         turned_scale *= power
-    # A warp's instructions take keys from registers; those of a warpgroup (64 rows) take them from shared memory.
-    PAIRS: tl.constexpr = v_cache.dtype.element_ty == tl.float8e4nv and BLOCK_M == 16
     wide: tl.constexpr = q_latent.dtype
     if PAIRS:
         pair = tl.arange(0, BLOCK_R // 2)
@@ -133,7 +136,9 @@ def latent_attention_kernel(
             scores = tl.dot(q_two, tl.trans(second), scores, input_precision="ieee")
         else:
             place = v_cache + slot[:, None] * RANK + column[None, :]
-            latent = tl.load(place, exists[:, None] & inside[None, :], 0.0).to(wide)
+            latent = tl.load(place, exists[:, None] & inside[None, :], 0.0)
+            if FP8:
+                latent, turned = dequantize_e4m3(latent, wide), dequantize_e4m3(turned, wide)
             scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         if (k_scale is not None) | (v_scale is not None):
             scores *= ratio

@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from specbatch.kernels.attention.prefill.unpacked_cache_triton import unpacked
 from specbatch.kernels.attention.queries import PrefillInputs
-from specbatch.kernels.attention.stored_kv_triton import power_of_two
+from specbatch.kernels.common.e4m3_triton import dequantize_e4m3
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 
@@ -60,7 +61,7 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
     Where no span has a prefix, `k_new` and `v_new` are read instead. The caches may be float8_e4m3fn. float32 is exact
     (no tf32). Values past the end of a sequence in its last page must be finite.
     """
-    q, k_new, v_new, k_cache, v_cache, spans, window, out, sinks, k_scale, v_scale = inputs
+    q, k_new, v_new, k_cache, v_cache, spans, window, out, sinks, k_scale, v_scale = unpacked(inputs)
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
     group = heads // kv
@@ -161,10 +162,6 @@ def prefill_attention_kernel(
     query_head = head * GROUP + row % GROUP
     source = q + ((offset + token) * q_stride + query_head * DIM)[:, None] + column[None, :]
     queries = tl.load(source, mask=mask, other=0.0)
-    if SOURCE == "slots":  # noqa: SIM102 (descriptors have no such type)
-        if (keys.dtype.element_ty == tl.float8e4nv) & (queries.dtype == tl.bfloat16):  # see `stored_kv_triton`
-            power, inverse = power_of_two(tl.max(tl.abs(queries.to(tl.float32))))
-            queries, scale = (queries * inverse).to(tl.float16), scale * power
 
     # Some row of the tile sees key low, low + 1, .., high - 1; every row sees plain, .., full - 1.
     low, high = 0, tl.minimum(start + first + TOKENS, stop)
@@ -201,6 +198,8 @@ def prefill_attention_kernel(
             else:
                 k = tl.load(keys + place)
                 v = tl.load(values + place)
+            if keys.dtype.element_ty == tl.float8e4nv:
+                k, v = dequantize_e4m3(k, queries.dtype), dequantize_e4m3(v, queries.dtype)
         else:
             k, v = _bulk(keys, values, pages, offset, at, head, DIM, PAGE, SOURCE)
         acc, top, total = _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale, WINDOW)

@@ -108,6 +108,22 @@ def test_split_qkv_rope(
     assert all(cache.isnan().all() for cache in unused)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_qkv_rope_with_offsets_of_keys(device: torch.device, dtype: torch.dtype) -> None:
+    """They are subtracted from the keys that are stored and from those that are returned, and from nothing else."""
+    rows, count, kv, dim = 21, 9, 3, 24
+    heads = replace(make_heads(device, dtype, count, kv, dim, True), k_offset=torch.randn(kv, dim, device=device) * 30)
+    qkv = torch.randn(rows, (count + 2 * kv) * dim, device=device).to(dtype)
+    positions = torch.randint(64, (rows,), device=device)
+    slots = torch.randperm(40, device=device)[:rows]
+    scale = torch.tensor([1.0, 4.0, 0.5], device=device)
+    ours, theirs = ([torch.zeros(10, 4, kv, dim, dtype=dtype, device=device) for _ in range(2)] for _ in range(2))
+    found = split_qkv_rope(AttentionInputs(qkv.clone(), heads, positions, *ours, scale, scale), slots)
+    expected = split_qkv_rope_write_ref(AttentionInputs(qkv, heads, positions, *theirs, scale, scale), slots)
+    for one, other in zip([*found, *ours], [*expected, *theirs], strict=True):
+        close(one, other)
+
+
 @pytest.mark.parametrize("has_scales", [False, True])
 def test_keys_and_values_are_returned_as_they_are_stored(device: torch.device, has_scales: bool) -> None:
     rows, count, kv, dim = 5, 4, 2, 64
