@@ -225,7 +225,7 @@ class Engine(InferenceEngine):
             try:
                 return self._schedule.step()
             except torch.OutOfMemoryError:
-                if self._ranks is not None or not self._runner.can_shrink:
+                if self._ranks is not None or not self._runner.launch.can_shrink:
                     raise
             self._shrink()  # here, because the frames of the error hold tensors
         return True
@@ -236,7 +236,7 @@ class Engine(InferenceEngine):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
-        name, value, why = self._runner.shrink()
+        name, value, why = self._runner.launch.shrink(self.parts.scheduler)
         self._log(f"{name}: {value} ({why})")
         self.caps |= {name: value, "reasons": self.caps["reasons"] | {name: why}}
 

@@ -18,7 +18,7 @@ from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillWork
 from specbatch.engine.schedule.draft_length import Choice, DraftLength, Requests
 from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
-from specbatch.errors import counted
+from specbatch.engine.schedule.smaller_batch import Launch
 from specbatch.grammar.token_automaton import FREE
 from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.records.steps import Counters
@@ -29,7 +29,6 @@ from specbatch.runtime.cuda_graphs import Result
 SAMPLE_SEED_STEP = 0xD1B54A32D192ED03
 UNKNOWN = 64  # tokens that an answer is expected to have at its beginning
 OnTokens = Callable[[Request, list[int]], None]
-LEAST_CHUNK = 256  # tokens: passes that do not fit are halved down to this
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,7 @@ class Runner:
         self._on_prefill = on_prefill
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # What is being launched: tokens of a prefill pass, or else requests of a decode step.
-        self._size, self._prefills = 0, False
+        self.launch = Launch()  # the last one, which may have failed
         self._num_drafts = 0  # of the last decode step that the drafter took part in
         self._sharing: PrefixGroups | None = None  # what the worker knows of it
         self._launched_at = 0.0
@@ -108,25 +106,6 @@ class Runner:
         self.counters = Counters()
         return self.counters
 
-    @property
-    def can_shrink(self) -> bool:
-        """Whether what is being launched could be smaller."""
-        return self._size > (LEAST_CHUNK if self._prefills else 1)
-
-    def shrink(self) -> tuple[str, int, str]:
-        """After a launch that ran out of memory: allow half of its size at most, and have all running requests computed
-        again. Results in flight are void. Returns the setting that is lowered, its new value, and why."""
-        scheduler, size = self.scheduler, self._size
-        self._last_timer = None
-        if self._prefills:
-            name, old, what = "prefill_chunk", scheduler.prefill_chunk, f"a prefill pass of {size} tokens"
-            new = scheduler.prefill_chunk = max(size // 2, LEAST_CHUNK)
-        else:
-            name, old, what = "max_running", scheduler.max_running, f"a decode step of {size} requests"
-            new = scheduler.max_running = size // 2
-        again = counted(scheduler.retract_all(), "request")
-        return name, new, f"lowered from {old}: {what} ran out of memory, after which {again} are computed again"
-
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
         """Launch the next prompt chunks. None if there are none, or the host needs nothing of them."""
@@ -135,7 +114,7 @@ class Runner:
         if plan is None:
             return None
         tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
-        self._size, self._prefills = tokens, True
+        self.launch = Launch(tokens, prefills=True)
         for place, automaton in self.scheduler.grammars.take_new():
             self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
@@ -163,7 +142,7 @@ class Runner:
         plan = self.scheduler.plan_decode(may_retract=may_retract)
         if plan is None:
             return None
-        self._size, self._prefills = len(plan.requests), False
+        self.launch = Launch(len(plan.requests))
         if plan.new_pages:
             self._worker.add_pages(plan.new_pages)
         flags = SamplingFlags.of(item.request for item in plan.requests)
