@@ -52,7 +52,7 @@ class Engine(InferenceEngine):
         share: MemoryShare = EXCLUSIVE,
     ) -> None:
         super().__init__()
-        log = log or (lambda line: None)
+        self._log = log = log or (lambda line: None)
         if config.data_parallel > 1:
             raise refuse("data_parallel", config.data_parallel, "an Engine is one replica; use DataParallelEngine")
         if weights_of is not None:
@@ -96,7 +96,7 @@ class Engine(InferenceEngine):
         self._scorer = Scorer(
             parts.worker,
             parts.plan,
-            chunk=config.prefill_chunk,
+            chunk=parts.plan.prefill_chunk,
             shares=parts.config.prefix_cache and not parts.model.recurrent_layers,
         )
         self._trusted = True
@@ -233,7 +233,23 @@ class Engine(InferenceEngine):
 
     def _step(self) -> bool:
         with on_device(self.device):
-            return self._schedule.step()
+            try:
+                return self._schedule.step()
+            except torch.OutOfMemoryError:
+                if self._ranks is not None or not self._runner.launch.can_shrink:
+                    raise
+            self._shrink()  # here, because the frames of the error hold tensors
+        return True
+
+    def _shrink(self) -> None:
+        """Go on with a smaller batch after a launch that ran out of memory."""
+        self._schedule.drop()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        name, value, why = self._runner.launch.shrink(self.parts.scheduler)
+        self._log(f"{name}: {value} ({why})")
+        self.caps |= {name: value, "reasons": self.caps["reasons"] | {name: why}}
 
     def _explain(self, error: BaseException, doing: str) -> None:
         """Raise an error that says more than this one, if there is one."""

@@ -128,7 +128,7 @@ class InferenceEngine(ABC):
         self._require("ready")
         requests = submissions(prompts, params, request_ids, self._prompts.read)
         if concurrency is None:
-            lazy = 2 * self.config.max_running * self.config.data_parallel
+            lazy = 2 * self.caps["max_running"] * self.config.data_parallel
             concurrency = sys.maxsize if isinstance(prompts, Sequence) else lazy
         return self._work(TimedSource(requests, arrivals), concurrency, detail)
 

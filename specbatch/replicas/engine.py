@@ -82,7 +82,7 @@ class DataParallelEngine(InferenceEngine):
             if self._owns_pool:
                 self._pool.close()
             raise
-        self.config = replace(built.config, data_parallel=config.data_parallel)
+        self.config = replace(built.config, data_parallel=config.data_parallel, job=config.job)
         self.caps = built.caps
         self._prompts = PromptReader(self.tokenizer, checkpoint.config, self.caps)
         self._streams = count()
@@ -142,7 +142,7 @@ class DataParallelEngine(InferenceEngine):
             self._require("ready")
             self._state = "busy"
         self._aborts.clear()
-        stream = ReplicaStream(next(self._streams), self._pool, self._number, 2 * self.config.max_running)
+        stream = ReplicaStream(next(self._streams), self._pool, self._number, 2 * self.caps["max_running"])
         completed = False
         try:
             while source.is_open or stream.unfinished:
@@ -174,7 +174,8 @@ class DataParallelEngine(InferenceEngine):
 def of_one(config: EngineConfig, share: MemoryShare) -> tuple[EngineConfig, MemoryShare]:
     """The configuration of one replica and its share of the memory, which on a CPU the replicas divide."""
     divided = config.data_parallel if device_type(config.device) == "cpu" else 1
-    return replace(config, data_parallel=1), replace(share, replicas=divided)
+    job = config.job.of_one(config.data_parallel)
+    return replace(config, data_parallel=1, job=job), replace(share, replicas=divided)
 
 
 def engine_of(

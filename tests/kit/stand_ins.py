@@ -16,17 +16,21 @@ from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
 from specbatch.kernels.gemm.quantized import fp8_linear
 from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
 from specbatch.kernels.gemm.quantized.fp8_quantize import silu_and_mul_fp8
-from specbatch.runtime.cuda_graphs import Program, nothing
+from specbatch.runtime.cuda_graphs import Program, Recorder, nothing
 
 
-class FakeRecorder:
+class FakeRecorder(Recorder):
     """`cuda_graphs.Recorder` without CUDA: a recording runs its program again, on fixed tensors as a graph would.
 
     It cannot show that a program launches something a graph cannot hold: tests/test_gpu.py records for real.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, may_leave_out: bool = True) -> None:
         self.recorded = 0
+        self._may_leave_out = may_leave_out
+
+    def _take_pool(self) -> None:
+        pass
 
     def warm(self, program: Program) -> None:
         if is_rehearsing():

@@ -18,6 +18,7 @@ from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillWork
 from specbatch.engine.schedule.draft_length import Choice, DraftLength, Requests
 from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
+from specbatch.engine.schedule.smaller_batch import Launch
 from specbatch.grammar.token_automaton import FREE
 from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.records.steps import Counters
@@ -101,6 +102,7 @@ class Runner:
         self._on_prefill = on_prefill
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.launch = Launch()  # the last one, which may have failed
         self._num_drafts = 0  # of the last decode step that the drafter took part in
         self._sharing: PrefixGroups | None = None  # what the worker knows of it
         self._launched_at = 0.0
@@ -126,6 +128,8 @@ class Runner:
         if plan is None:
             return None
         timer = StepTimer.begin(self._worker.batch.device, is_prefill=True)
+        tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        self.launch = Launch(tokens, prefills=True)
         for place, automaton in self.scheduler.grammars.take_new():
             self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
@@ -138,7 +142,6 @@ class Runner:
             self._passes.append(timer)
         self._last_timer = timer
         self.counters.prefill_passes += 1
-        tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
         self.counters.prefill_tokens += tokens
         self.counters.prefill_s += time.perf_counter() - start
         self._on_prefill(tokens)
@@ -157,6 +160,7 @@ class Runner:
         plan = self.scheduler.plan_decode(may_retract=may_retract)
         if plan is None:
             return None
+        self.launch = Launch(len(plan.requests))
         if plan.new_pages:
             self._worker.add_pages(plan.new_pages)
         flags = SamplingFlags.union(item.request.flags for item in plan.requests)

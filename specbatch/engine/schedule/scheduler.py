@@ -74,6 +74,7 @@ class Scheduler:
     state_cache        of the prefixes in `cache`, for a model with recurrent layers
     samples_share      whether the samples of a prompt share its pages, even if `cache` is None
     sharing            plans decode steps that read a shared prefix once; None: they read it for each request
+    max_running, prefill_chunk  may be lowered at any time
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class Scheduler:
         self.state_cache = state_cache
         self._sharing = sharing
         self._page_size = page_size
-        self._prefill_chunk = prefill_chunk
+        self.max_running = max_running
+        self.prefill_chunk = prefill_chunk
         self.kv_slots_per_step = kv_slots_per_step
         self._uncached_tail = uncached_tail
         self._window = window
@@ -113,7 +115,12 @@ class Scheduler:
 
     @property
     def unfinished(self) -> int:
-        return len(self._waiting) + len(self._prefilling) + len(self._running)
+        return len(self._waiting) + self.admitted
+
+    @property
+    def admitted(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._prefilling) + len(self._running)
 
     @property
     def keeps_pages(self) -> bool:
@@ -128,13 +135,13 @@ class Scheduler:
     def plan_prefill(self, now: float) -> PrefillPlan | None:
         """Chunks of up to `prefill_chunk` tokens together: requests already admitted first, then new ones."""
         plan = PrefillPlan()
-        budget = self._prefill_chunk
+        budget = self.prefill_chunk
         for request in list(self._prefilling):
             budget -= self._plan_chunk(plan, request, budget)
-        if budget > 0 and self._waiting and self.free_slots:
+        if budget > 0 and self._waiting and self._has_slot:
             # A spare page for each request that may need one: admitting must not force a retraction in the next step.
             spare = sum(map(_grows, self._running)) + sum(map(_grows, self._prefilling))
-            while budget > 0 and self._waiting and self.free_slots and self._admit(plan, self._waiting[0], now, spare):
+            while budget > 0 and self._waiting and self._has_slot and self._admit(plan, self._waiting[0], now, spare):
                 request = self._waiting.popleft()
                 assert request.slot is not None
                 spare += _grows(request)
@@ -144,6 +151,10 @@ class Scheduler:
         if self.state_cache is not None:
             self.state_cache.launched()
         return plan if plan.chunks else None
+
+    @property
+    def _has_slot(self) -> bool:
+        return bool(self.free_slots) and self.admitted < self.max_running
 
     def _admit(self, plan: PrefillPlan, request: Request, now: float, spare: int) -> bool:
         """Give a request its slot and its pages, if `spare` other pages then are free."""
@@ -209,7 +220,7 @@ class Scheduler:
         if start < request.branch < end:
             return request.branch
         full = end - end % self._page_size
-        more = pages_for(length - full, self._prefill_chunk) > pages_for(length - end, self._prefill_chunk)
+        more = pages_for(length - full, self.prefill_chunk) > pages_for(length - end, self.prefill_chunk)
         return end if full <= start or more else full
 
     def _plan_chunk(self, plan: PrefillPlan, request: Request, budget: int) -> int:
@@ -412,6 +423,15 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Evict all cached pages that no request holds."""
         self.cache.evict(len(self.cache))
+
+    def retract_all(self) -> int:
+        """Take the memory of all running requests, and that of cached prefixes: a pass has failed, so that pages may
+        hold anything. They wait in their order. Returns how many."""
+        running = sorted(self._running + self._prefilling, key=lambda item: (item.index, item.sample), reverse=True)
+        for request in running:
+            self._retract(request)
+        self.forget_prefixes()
+        return len(running)
 
     def _retract(self, request: Request) -> None:
         """Take the memory of a running request; it waits at the front and is computed again from its tokens."""
