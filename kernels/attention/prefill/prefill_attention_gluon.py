@@ -21,6 +21,8 @@ from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.common.sizes import cdiv, multiprocessors
 
 LOG2E = 1.4426950408889634
+# Triton 3.6 calls it async_copy_global_to_shared.
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 _LOG2E = gl.constexpr(LOG2E)
 ROWS = 128  # query rows of a program: two warpgroups with 64 each
 SPLIT_KEYS = 512
@@ -108,13 +110,13 @@ def _produce(
         mbarrier.wait(k_empty.index(stage), phase ^ 1)
         mbarrier.expect(k_ready.index(stage), BYTES)
         for j in gl.static_range(KEYS // CHUNK):
-            tma.async_copy_global_to_shared(
+            copy_tile(
                 keys, [rows[j], column], k_ready.index(stage), k_bufs.index(stage).slice(j * CHUNK, CHUNK, 0)
             )
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
         mbarrier.expect(v_ready.index(stage), BYTES)
         for j in gl.static_range(KEYS // CHUNK):
-            tma.async_copy_global_to_shared(
+            copy_tile(
                 values, [rows[j], column], v_ready.index(stage), v_bufs.index(stage).slice(j * CHUNK, CHUNK, 0)
             )
 
