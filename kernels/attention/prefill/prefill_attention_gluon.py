@@ -33,6 +33,7 @@ class Tiling:
     keys: int
     stages: int
     pingpong: bool = True
+    persistent: bool = True
 
 
 TILINGS = {64: Tiling(128, 2), 128: Tiling(128, 2), 256: Tiling(64, 2)}
@@ -62,9 +63,11 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
     if splits > 1:
         partial = torch.empty(splits, total, heads, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, total, heads, dtype=torch.float32, device=q.device)
-    prefill_attention_kernel[(kv, len(tiles), splits)](
-        q, keys, values, sinks, partial, lse, spans.table, spans.table.stride(0), tiles, spans.page_table,
-        spans.page_table.stride(0), q.stride(0), total, dim**-0.5 * LOG2E,
+    items = kv * len(tiles) * splits
+    programs = min(items, multiprocessors(q.device)) if tile.persistent else items
+    prefill_attention_kernel[(programs,)](
+        q, keys, values, sinks, partial, lse, spans.table, spans.table.stride(0), tiles, len(tiles), spans.page_table,
+        spans.page_table.stride(0), q.stride(0), total, splits, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, PAGE=page, CHUNK=chunk, WINDOW=window, TOKENS=tokens, KEYS=tile.keys,
         SPLIT=splits > 1, STAGES=tile.stages, PINGPONG=tile.pingpong, num_warps=4,
     )  # fmt: skip
@@ -77,48 +80,70 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
 
 
 @gluon.jit
-def _produce(
-    keys,
-    values,
-    k_bufs,
-    v_bufs,
-    bars,
-    pages,
-    offset,
-    column,
-    low,
-    blocks,
-    last,
-    PAGE: gl.constexpr,
-    CHUNK: gl.constexpr,
-):
+def _work(turn, table, table_stride, tiles, num_tiles, splits, KV: gl.constexpr, TOKENS: gl.constexpr,
+          KEYS: gl.constexpr, WINDOW: gl.constexpr):
+    """Of the program's `turn`th tile: its KV head, part of the keys, span, first row in the span, start and stop of the
+    span, first row of the span in the pass; the keys begin at `low`, and so many blocks of them are attended to."""
+    programs = gl.num_programs(0)
+    # Tiles are sorted by length: every other round is dealt backwards, so that each program gets as much.
+    mine = gl.program_id(0)
+    if turn % 2 == 1:
+        mine = programs - 1 - mine
+    item = turn * programs + mine
+    head = item % KV
+    part = item // KV // num_tiles
+    tile = item // KV % num_tiles
+    span = gl.load(tiles + 2 * tile)
+    first = gl.load(tiles + 2 * tile + 1).to(gl.int32)
+    start = gl.load(table + span).to(gl.int32)
+    stop = gl.load(table + table_stride + span).to(gl.int32)
+    offset = gl.load(table + 3 * table_stride + span)
+    low, high = 0, gl.minimum(start + first + TOKENS, stop)
+    if WINDOW > 0:
+        low = gl.maximum(start + first - WINDOW + 1, 0) // KEYS * KEYS
+    share = gl.cdiv(gl.cdiv(high - low, KEYS), splits) * KEYS
+    low += part * share
+    high = gl.minimum(low + share, high)
+    blocks = gl.maximum(gl.cdiv(high - low, KEYS), 0)
+    return head, part, span, first, start, stop, offset, low, high, blocks
+
+
+@gluon.jit
+def _produce(keys, values, k_bufs, v_bufs, bars, table, table_stride, tiles, num_tiles, page_table, page_stride, splits,
+             rounds, KV: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr,
+             CHUNK: gl.constexpr):
     k_ready, k_empty, v_ready, v_empty, turns = bars
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
-    BYTES: gl.constexpr = KEYS * k_bufs.type.shape[2] * 2
-    for i in range(blocks):
-        at = low + (blocks - 1 - i) * KEYS
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
-        rows = ()
-        for j in gl.static_range(KEYS // CHUNK):
-            if PAGE == 0:
-                rows += (offset + at + j * CHUNK,)
-            else:
-                key = gl.minimum(at + j * CHUNK, last)
-                rows += (gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // CHUNK * CHUNK,)
-        mbarrier.wait(k_empty.index(stage), phase ^ 1)
-        mbarrier.expect(k_ready.index(stage), BYTES)
-        for j in gl.static_range(KEYS // CHUNK):
-            copy_tile(
-                keys, [rows[j], column], k_ready.index(stage), k_bufs.index(stage).slice(j * CHUNK, CHUNK, 0)
-            )
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        mbarrier.expect(v_ready.index(stage), BYTES)
-        for j in gl.static_range(KEYS // CHUNK):
-            copy_tile(
-                values, [rows[j], column], v_ready.index(stage), v_bufs.index(stage).slice(j * CHUNK, CHUNK, 0)
-            )
+    DIM: gl.constexpr = k_bufs.type.shape[2]
+    BYTES: gl.constexpr = KEYS * DIM * 2
+    done = 0
+    for turn in range(rounds):
+        head, part, span, first, start, stop, offset, low, high, blocks = _work(
+            turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW)
+        pages = page_table + gl.load(table + 2 * table_stride + span) * page_stride
+        column = head * DIM
+        for i in range(blocks):
+            at = low + (blocks - 1 - i) * KEYS
+            stage = (done + i) % STAGES
+            phase = ((done + i) // STAGES) & 1
+            rows = ()
+            for j in gl.static_range(KEYS // CHUNK):
+                if PAGE == 0:
+                    rows += (offset.to(gl.int32) + at + j * CHUNK,)
+                else:
+                    key = gl.minimum(at + j * CHUNK, high - 1)
+                    rows += (gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // CHUNK * CHUNK,)
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            mbarrier.expect(k_ready.index(stage), BYTES)
+            for j in gl.static_range(KEYS // CHUNK):
+                copy_tile(keys, [rows[j], column], k_ready.index(stage), k_bufs.index(stage).slice(j * CHUNK, CHUNK, 0))
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            mbarrier.expect(v_ready.index(stage), BYTES)
+            for j in gl.static_range(KEYS // CHUNK):
+                copy_tile(values, [rows[j], column], v_ready.index(stage),
+                          v_bufs.index(stage).slice(j * CHUNK, CHUNK, 0))
+        done += blocks
 
 
 @gluon.jit
@@ -138,27 +163,8 @@ def _softmax(s, key, position, peak, total, scale, MASK: gl.constexpr, WINDOW: g
 
 
 @gluon.jit
-def _steps(
-    first,
-    stop_at,
-    low,
-    blocks,
-    q_buf,
-    k_bufs,
-    v_bufs,
-    bars,
-    p,
-    acc,
-    peak,
-    total,
-    position,
-    column,
-    scale,
-    WG: gl.constexpr,
-    MASK: gl.constexpr,
-    WINDOW: gl.constexpr,
-    PINGPONG: gl.constexpr,
-):
+def _steps(first, stop_at, done, low, blocks, q_buf, k_bufs, v_bufs, bars, p, acc, peak, total, position, column, scale,
+           WG: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, PINGPONG: gl.constexpr):
     k_ready, k_empty, v_ready, v_empty, turns = bars
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
@@ -167,20 +173,14 @@ def _steps(
     O: gl.constexpr = acc.type.layout
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     for i in range(first, stop_at):
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
-        before = (i - 1) % STAGES
-        before_phase = ((i - 1) // STAGES) & 1
+        number = done + i
+        stage = number % STAGES
+        before = (number - 1) % STAGES
         if PINGPONG:
-            mbarrier.wait(turns.index(WG), ((i - 1) & 1) ^ (1 - WG))
-        s = warpgroup_mma(
-            q_buf,
-            k_bufs.index(stage).permute((1, 0)),
-            gl.zeros([ROWS, KEYS], gl.float32, S),
-            use_acc=False,
-            is_async=True,
-        )
-        mbarrier.wait(v_ready.index(before), before_phase)
+            mbarrier.wait(turns.index(WG), (number & 1) ^ (1 - WG))
+        s = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, S),
+                          use_acc=False, is_async=True)
+        mbarrier.wait(v_ready.index(before), ((number - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_bufs.index(before), acc, is_async=True)
         if PINGPONG:
             mbarrier.arrive(turns.index(1 - WG))
@@ -190,7 +190,7 @@ def _steps(
         weights, peak, total, shrink = _softmax(s, key, position, peak, total, scale, MASK, WINDOW)
         fresh = gl.convert_layout(weights.to(p.dtype), P)
         # A wait here, long over as a rule, keeps ptxas from moving the softmax behind the multiplication.
-        mbarrier.wait(k_ready.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < blocks)
+        mbarrier.wait(k_ready.index((number + 1) % STAGES), ((number + 1) // STAGES) & 1, pred=i + 1 < blocks)
         acc, p, fresh = warpgroup_mma_wait(0, deps=[acc, p, fresh])
         mbarrier.arrive(v_empty.index(before))
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
@@ -199,37 +199,9 @@ def _steps(
 
 
 @gluon.jit
-def _consume(
-    q_bufs,
-    k_bufs,
-    v_bufs,
-    bars,
-    q,
-    q_stride,
-    sinks,
-    out,
-    lse,
-    offset,
-    start,
-    first,
-    stop,
-    low,
-    high,
-    blocks,
-    right,
-    left,
-    head,
-    rows,
-    part,
-    scale,
-    WG: gl.constexpr,
-    GROUP: gl.constexpr,
-    KV: gl.constexpr,
-    TOKENS: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SPLIT: gl.constexpr,
-    PINGPONG: gl.constexpr,
-):
+def _consume(q_bufs, k_bufs, v_bufs, bars, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles,
+             num_tiles, splits, rounds, WG: gl.constexpr, GROUP: gl.constexpr, KV: gl.constexpr, TOKENS: gl.constexpr,
+             WINDOW: gl.constexpr, SPLIT: gl.constexpr, PINGPONG: gl.constexpr):
     k_ready, k_empty, v_ready, v_empty, turns = bars
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
@@ -240,181 +212,93 @@ def _consume(
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     q_buf = q_bufs.index(WG)
-
     row = WG * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MEMORY))
-    token = first + row // GROUP
-    query_head = head * GROUP + row % GROUP
-    real = (row < TOKENS * GROUP) & (start + token < stop)
     feature = gl.arange(0, DIM, layout=gl.SliceLayout(0, MEMORY))
-    place = (offset + token) * q_stride + query_head * DIM
-    q_buf.store(gl.load(q + place[:, None] + feature[None, :], mask=real[:, None], other=0.0))
-    fence_async_shared()
-
     row_s = WG * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-    position = start + first + row_s // GROUP
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
-    peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S))
-    total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, S))
-    if sinks is not None:
-        if part == 0:
-            peak = gl.load(sinks + head * GROUP + row_s % GROUP) * _LOG2E
-            total = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, S))
-    acc = gl.zeros([ROWS, DIM], gl.float32, O)
-    if blocks > 0:
-        mbarrier.wait(k_ready.index(0), 0)
-        s = warpgroup_mma(
-            q_buf, k_bufs.index(0).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, S), use_acc=False, is_async=True
-        )
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(k_empty.index(0))
-        weights, peak, total, shrink = _softmax(
-            s, low + (blocks - 1) * KEYS + column, position, peak, total, scale, True, WINDOW
-        )
-        p = gl.convert_layout(weights.to(q.dtype.element_ty), P)
-        if low + blocks * KEYS > stop:  # the values after the end are of another sequence, and may be NaN
-            mbarrier.wait(v_ready.index(0), 0)
-            line = low + (blocks - 1) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, MEMORY))
-            v = v_bufs.index(0).load(MEMORY)
-            v_bufs.index(0).store(gl.where((line < stop)[:, None], v, 0.0))
-            fence_async_shared()
-        mbarrier.wait(k_ready.index(1 % STAGES), (1 // STAGES) & 1, pred=blocks > 1)
-        p, acc, peak, total = _steps(
-            1,
-            right,
-            low,
-            blocks,
-            q_buf,
-            k_bufs,
-            v_bufs,
-            bars,
-            p,
-            acc,
-            peak,
-            total,
-            position,
-            column,
-            scale,
-            WG,
-            True,
-            WINDOW,
-            PINGPONG,
-        )
-        p, acc, peak, total = _steps(
-            right,
-            left,
-            low,
-            blocks,
-            q_buf,
-            k_bufs,
-            v_bufs,
-            bars,
-            p,
-            acc,
-            peak,
-            total,
-            position,
-            column,
-            scale,
-            WG,
-            False,
-            WINDOW,
-            PINGPONG,
-        )
+    done = 0
+    for turn in range(rounds):
+        head, part, span, first, start, stop, offset, low, high, blocks = _work(
+            turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW)
+        # Blocks from the last to the first: the diagonal runs through those before `right`, the window's edge through
+        # those from `left` on.
+        right = gl.minimum(gl.maximum(blocks - gl.maximum(start + first + 1 - low, 0) // KEYS, 1), blocks)
+        left = blocks
         if WINDOW > 0:
-            p, acc, peak, total = _steps(
-                left,
-                blocks,
-                low,
-                blocks,
-                q_buf,
-                k_bufs,
-                v_bufs,
-                bars,
-                p,
-                acc,
-                peak,
-                total,
-                position,
-                column,
-                scale,
-                WG,
-                True,
-                WINDOW,
-                PINGPONG,
-            )
-        mbarrier.wait(v_ready.index((blocks - 1) % STAGES), ((blocks - 1) // STAGES) & 1)
-        acc = warpgroup_mma(p, v_bufs.index((blocks - 1) % STAGES), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    inverse = 1.0 / gl.where(total > 0, total, 1.0)
-    acc *= gl.convert_layout(inverse, gl.SliceLayout(1, O))[:, None]
-    if SPLIT:
-        row_o = WG * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O))
-        token_o = first + row_o // GROUP
-        real_o = (row_o < TOKENS * GROUP) & (start + token_o < stop)
-        place_o = (offset + token_o + part.to(gl.int64) * rows) * (KV * GROUP) + head * GROUP + row_o % GROUP
-        feature_o = gl.arange(0, DIM, layout=gl.SliceLayout(0, O))
-        gl.store(out + place_o[:, None] * DIM + feature_o[None, :], acc, mask=real_o[:, None])
-        sums = gl.convert_layout(peak + gl.log2(total), gl.SliceLayout(1, O))
-        gl.store(lse + place_o, sums, mask=real_o)
-    else:
-        q_buf.store(acc.to(q.dtype.element_ty))
-        place = (offset + token) * (KV * GROUP) + query_head
-        gl.store(out + place[:, None] * DIM + feature[None, :], q_buf.load(MEMORY), mask=real[:, None])
+            left = gl.maximum(blocks - gl.cdiv(gl.maximum(start + first + TOKENS - WINDOW - low, 0), KEYS), right)
+        token = first + row // GROUP
+        query_head = head * GROUP + row % GROUP
+        real = (row < TOKENS * GROUP) & (start + token < stop)
+        place = (offset + token) * q_stride + query_head * DIM
+        q_buf.store(gl.load(q + place[:, None] + feature[None, :], mask=real[:, None], other=0.0))
+        fence_async_shared()
+
+        position = start + first + row_s // GROUP
+        peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S))
+        total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, S))
+        if sinks is not None:
+            if part == 0:
+                peak = gl.load(sinks + head * GROUP + row_s % GROUP) * _LOG2E
+                total = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, S))
+        acc = gl.zeros([ROWS, DIM], gl.float32, O)
+        if blocks > 0:
+            stage = done % STAGES
+            mbarrier.wait(k_ready.index(stage), (done // STAGES) & 1)
+            if PINGPONG:
+                mbarrier.wait(turns.index(WG), (done & 1) ^ (1 - WG))
+            s = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, S),
+                              use_acc=False, is_async=True)
+            if PINGPONG:
+                mbarrier.arrive(turns.index(1 - WG))
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(stage))
+            weights, peak, total, shrink = _softmax(s, low + (blocks - 1) * KEYS + column, position, peak, total, scale,
+                                                    True, WINDOW)
+            p = gl.convert_layout(weights.to(q.dtype.element_ty), P)
+            if low + blocks * KEYS > stop:  # the values after the end are of another sequence, and may be NaN
+                mbarrier.wait(v_ready.index(stage), (done // STAGES) & 1)
+                line = low + (blocks - 1) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, MEMORY))
+                v = v_bufs.index(stage).load(MEMORY)
+                v_bufs.index(stage).store(gl.where((line < stop)[:, None], v, 0.0))
+                fence_async_shared()
+            mbarrier.wait(k_ready.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=blocks > 1)
+            p, acc, peak, total = _steps(1, right, done, low, blocks, q_buf, k_bufs, v_bufs, bars, p, acc, peak, total,
+                                         position, column, scale, WG, True, WINDOW, PINGPONG)
+            p, acc, peak, total = _steps(right, left, done, low, blocks, q_buf, k_bufs, v_bufs, bars, p, acc, peak,
+                                         total, position, column, scale, WG, False, WINDOW, PINGPONG)
+            if WINDOW > 0:
+                p, acc, peak, total = _steps(left, blocks, done, low, blocks, q_buf, k_bufs, v_bufs, bars, p, acc, peak,
+                                             total, position, column, scale, WG, True, WINDOW, PINGPONG)
+            done += blocks
+            last = (done - 1) % STAGES
+            mbarrier.wait(v_ready.index(last), ((done - 1) // STAGES) & 1)
+            acc = warpgroup_mma(p, v_bufs.index(last), acc, is_async=True)
+            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+            mbarrier.arrive(v_empty.index(last))
+        inverse = 1.0 / gl.where(total > 0, total, 1.0)
+        acc *= gl.convert_layout(inverse, gl.SliceLayout(1, O))[:, None]
+        if SPLIT:
+            row_o = WG * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O))
+            token_o = first + row_o // GROUP
+            real_o = (row_o < TOKENS * GROUP) & (start + token_o < stop)
+            place_o = (offset + token_o + part.to(gl.int64) * rows) * (KV * GROUP) + head * GROUP + row_o % GROUP
+            feature_o = gl.arange(0, DIM, layout=gl.SliceLayout(0, O))
+            gl.store(out + place_o[:, None] * DIM + feature_o[None, :], acc, mask=real_o[:, None])
+            sums = gl.convert_layout(peak + gl.log2(total), gl.SliceLayout(1, O))
+            gl.store(lse + place_o, sums, mask=real_o)
+        else:
+            q_buf.store(acc.to(q.dtype.element_ty))
+            place_out = (offset + token) * (KV * GROUP) + query_head
+            gl.store(out + place_out[:, None] * DIM + feature[None, :], q_buf.load(MEMORY), mask=real[:, None])
 
 
-@gluon.jit(do_not_specialize=["table_stride", "rows"])
+@gluon.jit(do_not_specialize=["table_stride", "rows", "num_tiles", "splits"])
 def prefill_attention_kernel(
-    q,
-    keys,
-    values,
-    sinks,
-    out,
-    lse,
-    table,
-    table_stride,
-    tiles,
-    page_table,
-    page_stride,
-    q_stride,
-    rows,
-    scale,
-    GROUP: gl.constexpr,
-    KV: gl.constexpr,
-    DIM: gl.constexpr,
-    PAGE: gl.constexpr,
-    CHUNK: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TOKENS: gl.constexpr,
-    KEYS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
+    q, keys, values, sinks, out, lse, table, table_stride, tiles, num_tiles, page_table, page_stride, q_stride, rows,
+    splits, scale, GROUP: gl.constexpr, KV: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr,
+    WINDOW: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
     PINGPONG: gl.constexpr,
 ):
-    head = gl.program_id(0)
-    part = gl.program_id(2)
-    span = gl.load(tiles + 2 * gl.program_id(1))
-    first = gl.load(tiles + 2 * gl.program_id(1) + 1).to(gl.int32)
-    start = gl.load(table + span).to(gl.int32)
-    stop = gl.load(table + table_stride + span).to(gl.int32)
-    pages = page_table + gl.load(table + 2 * table_stride + span) * page_stride
-    offset = gl.load(table + 3 * table_stride + span)
-
-    low, high = 0, gl.minimum(start + first + TOKENS, stop)
-    plain, full = 0, start + first + 1
-    if WINDOW > 0:
-        low = gl.maximum(start + first - WINDOW + 1, 0) // KEYS * KEYS
-        plain = start + first + TOKENS - WINDOW
-    if SPLIT:
-        share = gl.cdiv(gl.cdiv(high - low, KEYS), gl.num_programs(2)) * KEYS
-        low += part * share
-        high = gl.minimum(low + share, high)
-    blocks = gl.maximum(gl.cdiv(high - low, KEYS), 0)
-    # blocks from the last to the first: up to `right` the diagonal runs through them, from `left` the window's edge.
-    right = gl.minimum(gl.maximum(blocks - gl.maximum(full - low, 0) // KEYS, 1), blocks)
-    left = blocks
-    if WINDOW > 0:
-        left = gl.maximum(blocks - gl.cdiv(gl.maximum(plain - low, 0), KEYS), right)
-
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], keys.dtype)
     q_bufs = gl.allocate_shared_memory(keys.dtype, [2, 64, DIM], layout)
     k_bufs = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, DIM], layout)
@@ -432,95 +316,19 @@ def prefill_attention_kernel(
     mbarrier.init(turns.index(0), count=1)
     mbarrier.init(turns.index(1), count=1)
     bars = (k_ready, k_empty, v_ready, v_empty, turns)
-    gl.warp_specialize(
-        [
-            (
-                _consume,
-                (
-                    q_bufs,
-                    k_bufs,
-                    v_bufs,
-                    bars,
-                    q,
-                    q_stride,
-                    sinks,
-                    out,
-                    lse,
-                    offset,
-                    start,
-                    first,
-                    stop,
-                    low,
-                    high,
-                    blocks,
-                    right,
-                    left,
-                    head,
-                    rows,
-                    part,
-                    scale,
-                    0,
-                    GROUP,
-                    KV,
-                    TOKENS,
-                    WINDOW,
-                    SPLIT,
-                    PINGPONG,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    q_bufs,
-                    k_bufs,
-                    v_bufs,
-                    bars,
-                    q,
-                    q_stride,
-                    sinks,
-                    out,
-                    lse,
-                    offset,
-                    start,
-                    first,
-                    stop,
-                    low,
-                    high,
-                    blocks,
-                    right,
-                    left,
-                    head,
-                    rows,
-                    part,
-                    scale,
-                    1,
-                    GROUP,
-                    KV,
-                    TOKENS,
-                    WINDOW,
-                    SPLIT,
-                    PINGPONG,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    keys,
-                    values,
-                    k_bufs,
-                    v_bufs,
-                    bars,
-                    pages,
-                    offset.to(gl.int32),
-                    head * DIM,
-                    low,
-                    blocks,
-                    high - 1,
-                    PAGE,
-                    CHUNK,
-                ),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )
+    programs = gl.num_programs(0)
+    items = num_tiles * KV * splits
+    rounds = items // programs
+    rest = gl.program_id(0)
+    if rounds % 2 == 1:
+        rest = programs - 1 - rest
+    if rest < items % programs:
+        rounds += 1
+    gl.warp_specialize([
+        (_consume, (q_bufs, k_bufs, v_bufs, bars, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles,
+                    num_tiles, splits, rounds, 0, GROUP, KV, TOKENS, WINDOW, SPLIT, PINGPONG)),
+        (_consume, (q_bufs, k_bufs, v_bufs, bars, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles,
+                    num_tiles, splits, rounds, 1, GROUP, KV, TOKENS, WINDOW, SPLIT, PINGPONG)),
+        (_produce, (keys, values, k_bufs, v_bufs, bars, table, table_stride, tiles, num_tiles, page_table, page_stride,
+                    splits, rounds, KV, TOKENS, WINDOW, PAGE, CHUNK)),
+    ], [4, 1], [240, 24])
