@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specbatch.kernels.attention.prefill.prefill_attention_triton import _merge
+from specbatch.kernels.attention.prefill.prefill_attention_triton import merge_parts
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.common.sizes import cdiv, multiprocessors
 
@@ -73,15 +73,25 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
     )  # fmt: skip
     if splits > 1:
         rows = max(1, 1024 // dim)
-        _merge[(cdiv(total * heads, rows),)](
+        merge_parts[(cdiv(total * heads, rows),)](
             partial, lse, out, total * heads, splits, DIM=dim, BLOCK_D=dim, ROWS=rows, num_warps=4
         )
     return out
 
 
 @gluon.jit
-def _work(turn, table, table_stride, tiles, num_tiles, splits, KV: gl.constexpr, TOKENS: gl.constexpr,
-          KEYS: gl.constexpr, WINDOW: gl.constexpr):
+def _work(
+    turn,
+    table,
+    table_stride,
+    tiles,
+    num_tiles,
+    splits,
+    KV: gl.constexpr,
+    TOKENS: gl.constexpr,
+    KEYS: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
     """Of the program's `turn`th tile: its KV head, part of the keys, span, first row in the span, start and stop of the
     span, first row of the span in the pass; the keys begin at `low`, and so many blocks of them are attended to."""
     programs = gl.num_programs(0)
@@ -109,9 +119,26 @@ def _work(turn, table, table_stride, tiles, num_tiles, splits, KV: gl.constexpr,
 
 
 @gluon.jit
-def _produce(keys, values, k_bufs, v_bufs, bars, table, table_stride, tiles, num_tiles, page_table, page_stride, splits,
-             rounds, KV: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr,
-             CHUNK: gl.constexpr):
+def _produce(
+    keys,
+    values,
+    k_bufs,
+    v_bufs,
+    bars,
+    table,
+    table_stride,
+    tiles,
+    num_tiles,
+    page_table,
+    page_stride,
+    splits,
+    rounds,
+    KV: gl.constexpr,
+    TOKENS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    PAGE: gl.constexpr,
+    CHUNK: gl.constexpr,
+):
     k_ready, k_empty, v_ready, v_empty, turns = bars
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
@@ -120,7 +147,8 @@ def _produce(keys, values, k_bufs, v_bufs, bars, table, table_stride, tiles, num
     done = 0
     for turn in range(rounds):
         head, part, span, first, start, stop, offset, low, high, blocks = _work(
-            turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW)
+            turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW
+        )
         pages = page_table + gl.load(table + 2 * table_stride + span) * page_stride
         column = head * DIM
         for i in range(blocks):
@@ -141,8 +169,9 @@ def _produce(keys, values, k_bufs, v_bufs, bars, table, table_stride, tiles, num
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             mbarrier.expect(v_ready.index(stage), BYTES)
             for j in gl.static_range(KEYS // CHUNK):
-                copy_tile(values, [rows[j], column], v_ready.index(stage),
-                          v_bufs.index(stage).slice(j * CHUNK, CHUNK, 0))
+                copy_tile(
+                    values, [rows[j], column], v_ready.index(stage), v_bufs.index(stage).slice(j * CHUNK, CHUNK, 0)
+                )
         done += blocks
 
 
@@ -163,14 +192,34 @@ def _softmax(s, key, position, peak, total, scale, MASK: gl.constexpr, WINDOW: g
 
 
 @gluon.jit
-def _steps(first, stop_at, done, low, blocks, q_buf, k_bufs, v_bufs, bars, p, acc, peak, total, position, column, scale,
-           WG: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, PINGPONG: gl.constexpr):
+def _steps(
+    first,
+    stop_at,
+    done,
+    low,
+    blocks,
+    q_buf,
+    k_bufs,
+    v_bufs,
+    bars,
+    p,
+    acc,
+    peak,
+    total,
+    position,
+    column,
+    scale,
+    WG: gl.constexpr,
+    MASK: gl.constexpr,
+    WINDOW: gl.constexpr,
+    PINGPONG: gl.constexpr,
+):
     k_ready, k_empty, v_ready, v_empty, turns = bars
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
     ROWS: gl.constexpr = q_buf.type.shape[0]
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = acc.type.layout
+    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.type.shape[2], 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     for i in range(first, stop_at):
         number = done + i
@@ -178,8 +227,13 @@ def _steps(first, stop_at, done, low, blocks, q_buf, k_bufs, v_bufs, bars, p, ac
         before = (number - 1) % STAGES
         if PINGPONG:
             mbarrier.wait(turns.index(WG), (number & 1) ^ (1 - WG))
-        s = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, S),
-                          use_acc=False, is_async=True)
+        s = warpgroup_mma(
+            q_buf,
+            k_bufs.index(stage).permute((1, 0)),
+            gl.zeros([ROWS, KEYS], gl.float32, S),
+            use_acc=False,
+            is_async=True,
+        )
         mbarrier.wait(v_ready.index(before), ((number - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_bufs.index(before), acc, is_async=True)
         if PINGPONG:
@@ -199,9 +253,32 @@ def _steps(first, stop_at, done, low, blocks, q_buf, k_bufs, v_bufs, bars, p, ac
 
 
 @gluon.jit
-def _consume(q_bufs, k_bufs, v_bufs, bars, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles,
-             num_tiles, splits, rounds, WG: gl.constexpr, GROUP: gl.constexpr, KV: gl.constexpr, TOKENS: gl.constexpr,
-             WINDOW: gl.constexpr, SPLIT: gl.constexpr, PINGPONG: gl.constexpr):
+def _consume(
+    q_bufs,
+    k_bufs,
+    v_bufs,
+    bars,
+    q,
+    q_stride,
+    sinks,
+    out,
+    lse,
+    rows,
+    scale,
+    table,
+    table_stride,
+    tiles,
+    num_tiles,
+    splits,
+    rounds,
+    WG: gl.constexpr,
+    GROUP: gl.constexpr,
+    KV: gl.constexpr,
+    TOKENS: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SPLIT: gl.constexpr,
+    PINGPONG: gl.constexpr,
+):
     k_ready, k_empty, v_ready, v_empty, turns = bars
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
@@ -219,7 +296,8 @@ def _consume(q_bufs, k_bufs, v_bufs, bars, q, q_stride, sinks, out, lse, rows, s
     done = 0
     for turn in range(rounds):
         head, part, span, first, start, stop, offset, low, high, blocks = _work(
-            turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW)
+            turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW
+        )
         # Blocks from the last to the first: the diagonal runs through those before `right`, the window's edge through
         # those from `left` on.
         right = gl.minimum(gl.maximum(blocks - gl.maximum(start + first + 1 - low, 0) // KEYS, 1), blocks)
@@ -246,14 +324,20 @@ def _consume(q_bufs, k_bufs, v_bufs, bars, q, q_stride, sinks, out, lse, rows, s
             mbarrier.wait(k_ready.index(stage), (done // STAGES) & 1)
             if PINGPONG:
                 mbarrier.wait(turns.index(WG), (done & 1) ^ (1 - WG))
-            s = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, S),
-                              use_acc=False, is_async=True)
+            s = warpgroup_mma(
+                q_buf,
+                k_bufs.index(stage).permute((1, 0)),
+                gl.zeros([ROWS, KEYS], gl.float32, S),
+                use_acc=False,
+                is_async=True,
+            )
             if PINGPONG:
                 mbarrier.arrive(turns.index(1 - WG))
             s = warpgroup_mma_wait(0, deps=[s])
             mbarrier.arrive(k_empty.index(stage))
-            weights, peak, total, shrink = _softmax(s, low + (blocks - 1) * KEYS + column, position, peak, total, scale,
-                                                    True, WINDOW)
+            weights, peak, total, shrink = _softmax(
+                s, low + (blocks - 1) * KEYS + column, position, peak, total, scale, True, WINDOW
+            )
             p = gl.convert_layout(weights.to(q.dtype.element_ty), P)
             if low + blocks * KEYS > stop:  # the values after the end are of another sequence, and may be NaN
                 mbarrier.wait(v_ready.index(stage), (done // STAGES) & 1)
@@ -262,13 +346,73 @@ def _consume(q_bufs, k_bufs, v_bufs, bars, q, q_stride, sinks, out, lse, rows, s
                 v_bufs.index(stage).store(gl.where((line < stop)[:, None], v, 0.0))
                 fence_async_shared()
             mbarrier.wait(k_ready.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=blocks > 1)
-            p, acc, peak, total = _steps(1, right, done, low, blocks, q_buf, k_bufs, v_bufs, bars, p, acc, peak, total,
-                                         position, column, scale, WG, True, WINDOW, PINGPONG)
-            p, acc, peak, total = _steps(right, left, done, low, blocks, q_buf, k_bufs, v_bufs, bars, p, acc, peak,
-                                         total, position, column, scale, WG, False, WINDOW, PINGPONG)
+            p, acc, peak, total = _steps(
+                1,
+                right,
+                done,
+                low,
+                blocks,
+                q_buf,
+                k_bufs,
+                v_bufs,
+                bars,
+                p,
+                acc,
+                peak,
+                total,
+                position,
+                column,
+                scale,
+                WG,
+                True,
+                WINDOW,
+                PINGPONG,
+            )
+            p, acc, peak, total = _steps(
+                right,
+                left,
+                done,
+                low,
+                blocks,
+                q_buf,
+                k_bufs,
+                v_bufs,
+                bars,
+                p,
+                acc,
+                peak,
+                total,
+                position,
+                column,
+                scale,
+                WG,
+                False,
+                WINDOW,
+                PINGPONG,
+            )
             if WINDOW > 0:
-                p, acc, peak, total = _steps(left, blocks, done, low, blocks, q_buf, k_bufs, v_bufs, bars, p, acc, peak,
-                                             total, position, column, scale, WG, True, WINDOW, PINGPONG)
+                p, acc, peak, total = _steps(
+                    left,
+                    blocks,
+                    done,
+                    low,
+                    blocks,
+                    q_buf,
+                    k_bufs,
+                    v_bufs,
+                    bars,
+                    p,
+                    acc,
+                    peak,
+                    total,
+                    position,
+                    column,
+                    scale,
+                    WG,
+                    True,
+                    WINDOW,
+                    PINGPONG,
+                )
             done += blocks
             last = (done - 1) % STAGES
             mbarrier.wait(v_ready.index(last), ((done - 1) // STAGES) & 1)
@@ -294,9 +438,32 @@ def _consume(q_bufs, k_bufs, v_bufs, bars, q, q_stride, sinks, out, lse, rows, s
 
 @gluon.jit(do_not_specialize=["table_stride", "rows", "num_tiles", "splits"])
 def prefill_attention_kernel(
-    q, keys, values, sinks, out, lse, table, table_stride, tiles, num_tiles, page_table, page_stride, q_stride, rows,
-    splits, scale, GROUP: gl.constexpr, KV: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, CHUNK: gl.constexpr,
-    WINDOW: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    q,
+    keys,
+    values,
+    sinks,
+    out,
+    lse,
+    table,
+    table_stride,
+    tiles,
+    num_tiles,
+    page_table,
+    page_stride,
+    q_stride,
+    rows,
+    splits,
+    scale,
+    GROUP: gl.constexpr,
+    KV: gl.constexpr,
+    DIM: gl.constexpr,
+    PAGE: gl.constexpr,
+    CHUNK: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TOKENS: gl.constexpr,
+    KEYS: gl.constexpr,
+    SPLIT: gl.constexpr,
+    STAGES: gl.constexpr,
     PINGPONG: gl.constexpr,
 ):
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], keys.dtype)
@@ -324,11 +491,90 @@ def prefill_attention_kernel(
         rest = programs - 1 - rest
     if rest < items % programs:
         rounds += 1
-    gl.warp_specialize([
-        (_consume, (q_bufs, k_bufs, v_bufs, bars, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles,
-                    num_tiles, splits, rounds, 0, GROUP, KV, TOKENS, WINDOW, SPLIT, PINGPONG)),
-        (_consume, (q_bufs, k_bufs, v_bufs, bars, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles,
-                    num_tiles, splits, rounds, 1, GROUP, KV, TOKENS, WINDOW, SPLIT, PINGPONG)),
-        (_produce, (keys, values, k_bufs, v_bufs, bars, table, table_stride, tiles, num_tiles, page_table, page_stride,
-                    splits, rounds, KV, TOKENS, WINDOW, PAGE, CHUNK)),
-    ], [4, 1], [240, 24])
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    q_bufs,
+                    k_bufs,
+                    v_bufs,
+                    bars,
+                    q,
+                    q_stride,
+                    sinks,
+                    out,
+                    lse,
+                    rows,
+                    scale,
+                    table,
+                    table_stride,
+                    tiles,
+                    num_tiles,
+                    splits,
+                    rounds,
+                    0,
+                    GROUP,
+                    KV,
+                    TOKENS,
+                    WINDOW,
+                    SPLIT,
+                    PINGPONG,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    q_bufs,
+                    k_bufs,
+                    v_bufs,
+                    bars,
+                    q,
+                    q_stride,
+                    sinks,
+                    out,
+                    lse,
+                    rows,
+                    scale,
+                    table,
+                    table_stride,
+                    tiles,
+                    num_tiles,
+                    splits,
+                    rounds,
+                    1,
+                    GROUP,
+                    KV,
+                    TOKENS,
+                    WINDOW,
+                    SPLIT,
+                    PINGPONG,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    keys,
+                    values,
+                    k_bufs,
+                    v_bufs,
+                    bars,
+                    table,
+                    table_stride,
+                    tiles,
+                    num_tiles,
+                    page_table,
+                    page_stride,
+                    splits,
+                    rounds,
+                    KV,
+                    TOKENS,
+                    WINDOW,
+                    PAGE,
+                    CHUNK,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )

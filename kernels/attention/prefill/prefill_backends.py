@@ -1,13 +1,14 @@
-"""Backends of prefill attention: the Triton kernel, torch, or an installed flash-attn or flashinfer.
+"""Backends of prefill attention: the Gluon and Triton kernels, torch, or an installed flash-attn or flashinfer.
 
-All four see the same call: the keys and values of a pass lie in the cache already, and those of the pass itself are
+All see the same call: the keys and values of a pass lie in the cache already, and those of the pass itself are
 also handed over as tensors where the caller has them (`k_new`, `v_new`), so that a prompt without a prefix need not
 be gathered from its pages.
 
-`auto` is triton on a GPU: there it beat torch's FlashAttention 2 on every shape measured (`results/h200/prefill.md`;
-heads of 64, 80 and 256 too). cuDNN, through scaled_dot_product_attention, is level with it at 1024 tokens and 10% ahead
-at 8192, but prepares 33 ms for every length that it has not met: more than the whole prefill of 1024 tokens. float32
-in torch is exact only where the scores are written to memory.
+`auto` is gluon on Hopper GPUs where it has the model's heads and cache, and triton on others: there it beat torch's
+FlashAttention 2 on every shape measured (`results/h200/prefill.md`; heads of 64, 80 and 256 too). cuDNN, through
+scaled_dot_product_attention, prepares 33 ms for every length that it has not met: more than the whole prefill of 1024
+tokens. It also aligns its causal mask with the first key, which is wrong for a chunk after a prefix. float32 in torch
+is exact only where the scores are written to memory.
 
 flash-attn and flashinfer are written from their documentation (flash-attn 2.8, flash_attn_interface of FlashAttention
 3, flashinfer 0.6); they were tested against stand-ins with the same signatures, not run.
@@ -15,6 +16,7 @@ flash-attn and flashinfer are written from their documentation (flash-attn 2.8, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,7 +33,9 @@ from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.rehearsal import values_needed
 from specbatch.kernels.dispatch import is_deterministic
 
-NAMES = ("auto", "triton", "torch", "flashinfer", "flash-attn")
+NAMES = ("auto", "gluon", "triton", "torch", "flashinfer", "flash-attn")
+FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)
+GLUON_HEADS = 64, 128, 256
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -59,14 +63,25 @@ def prefill_backend(
     *,
     sinks: bool = False,
     latents: bool = False,
+    fp8_cache: bool = False,
+    page_size: int = 16,
+    deterministic: bool = False,
+    log: Callable[[str], None] = lambda line: None,
 ) -> PrefillAttention:
     """The backend called `name`, one of NAMES. sinks: the model has attention sinks; latents: it has latent attention,
-    which has kernels of its own. Refuses, naming `setting`, what
-    cannot run."""
+    which has kernels of its own. fp8_cache, page_size: of the cache; log: told why `auto` is not gluon. Refuses, naming
+    `setting`, what cannot run."""
     if name not in NAMES:
         raise refuse(setting, name, f"use one of {', '.join(NAMES)}")
     if name == "auto":
-        return TritonPrefill() if device.type == "cuda" else _Torch()
+        if device.type != "cuda":
+            return _Torch()
+        if deterministic or latents:  # other kernels, whatever the name
+            return TritonPrefill()
+        if reason := _not_gluon(device, dtype, head_dim, page_size, fp8_cache=fp8_cache):
+            log(f"{setting}: auto is triton, because gluon {reason}")
+            return TritonPrefill()
+        return GluonPrefill()
     if latents and device.type == "cuda" and name != "triton":
         raise refuse(setting, name, "has no multi-head latent attention here; use triton or auto")
     if name == "torch":
@@ -75,6 +90,10 @@ def prefill_backend(
         raise refuse(setting, name, "needs a CUDA device; use torch or auto")
     if name == "triton":
         return TritonPrefill()
+    if name == "gluon":
+        if reason := _not_gluon(device, dtype, head_dim, page_size, fp8_cache=fp8_cache):
+            raise refuse(setting, name, f"{reason}; use triton or auto")
+        return GluonPrefill()
     if dtype not in HALVES:
         raise refuse(setting, name, "supports float16 and bfloat16 only; use triton, torch or auto")
     if sinks:
@@ -94,6 +113,28 @@ def prefill_backend(
     return _FlashAttn(_installed(module, name, setting))
 
 
+def _not_gluon(
+    device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, *, fp8_cache: bool
+) -> str | None:
+    """Why the Gluon kernel cannot run, if so."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
+        return "needs a Hopper GPU"
+    from triton import __version__
+
+    version = tuple(map(int, __version__.split(".")[:2]))
+    if not FIRST_TRITON <= version <= LAST_TRITON:
+        return "was compiled with Triton 3.6 to 3.9 only"
+    if dtype not in HALVES:
+        return "has float16 and bfloat16 only"
+    if head_dim not in GLUON_HEADS:
+        return f"has no heads of {head_dim}, only {', '.join(map(str, GLUON_HEADS))}"
+    if fp8_cache:
+        return "reads no FP8 cache"
+    if page_size % 8:
+        return f"reads pages of a multiple of 8 tokens only, not {page_size}"
+    return None
+
+
 def _installed(module: str, name: str, setting: str) -> Any:
     if find_spec(module) is None:
         package = {"flashinfer": "flashinfer-python"}.get(module, "flash-attn")
@@ -109,6 +150,16 @@ def _packed(q: torch.Tensor, new: torch.Tensor | None, cache: torch.Tensor, span
     if cache.dtype.itemsize == 1:  # few operations support FP8
         return flat.view(torch.uint8).index_select(0, spans.key_slots).view(cache.dtype).to(q.dtype)
     return flat.index_select(0, spans.key_slots)
+
+
+class GluonPrefill:
+    name = "gluon"
+    recordable = True
+
+    def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
+        from specbatch.kernels.attention.prefill.prefill_attention_gluon import prefill_attention
+
+        return prefill_attention(inputs)
 
 
 class TritonPrefill:

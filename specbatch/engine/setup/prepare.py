@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,11 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
     sizes = target.config
+    cache: dict[str, Any] = {
+        "fp8_cache": config.kv_dtype == "fp8",
+        "page_size": config.page_size,
+        "deterministic": config.deterministic,
+    }
     attention = {
         "target": prefill_backend(
             config.attention_backend,
@@ -68,6 +73,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
             sizes.head_dim,
             sinks=sizes.has_sinks,
             latents=sizes.has_latents,
+            log=log,
+            **cache,
         )
     }
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
@@ -99,6 +106,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         "draft_attention_backend",
         sinks=draft.config.has_sinks,
         latents=draft.config.has_latents,
+        **cache,
     )
     model = target.config
     if config.tensor_parallel > 1:
