@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -175,7 +174,6 @@ def _layout(*args: Any, **settings: Any) -> None:
 def emulated(kernel: JITFunction[Any]) -> Any:
     """What `kernel[grid](*args, **settings)` launches, on a CPU."""
     names: dict[str, Any] = {}
-    grid_of = threading.local()
     language = SimpleNamespace(
         int32=torch.int32, int64=torch.int64, float32=torch.float32,
         load=_load, store=_store, where=torch.where, exp2=torch.exp2, log2=torch.log2,

@@ -1,4 +1,14 @@
-"""Gluon attention of prompt chunks on Hopper: a warp copies keys and values, two warpgroups multiply."""
+"""Prefill attention for Hopper GPUs, in Gluon: warps with roles of their own, bulk copies and asynchronous products.
+
+Shah et al., "FlashAttention-3" (2024). A program has three roles. A producer warp copies blocks of keys and values to
+shared memory, by TMA, from the pages of the cache or from the tensors of the pass. Two consumer warpgroups have 64
+query rows each. While one of them computes the softmax of a block, the tensor cores multiply for the other; and a
+warpgroup computes the softmax of a block while the weights of the block before are multiplied by its values.
+
+As in the Triton kernel, the rows of a tile are the query heads that share a KV head of consecutive tokens, and the keys
+are split where tiles are few. A program computes several tiles, so that keys of the next are on their way when one
+ends. Blocks of keys are taken from the last to the first: those that need a mask come first and last.
+"""
 
 from __future__ import annotations
 
@@ -16,95 +26,90 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specbatch.kernels.attention.prefill.prefill_attention_triton import merge_parts
+from specbatch.kernels.attention.prefill.prefill_attention_triton import LOG2E, SPLIT_KEYS, merge_parts
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.common.sizes import cdiv, multiprocessors
 
-LOG2E = 1.4426950408889634
-# Triton 3.6 calls it async_copy_global_to_shared.
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+ROWS = 128  # of a tile
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.8
 _LOG2E = gl.constexpr(LOG2E)
-ROWS = 128  # query rows of a program: two warpgroups with 64 each
-SPLIT_KEYS = 512
 
 
 @dataclass(frozen=True)
 class Tiling:
+    """Keys of a block, and how many blocks of keys (and as many of values) shared memory holds. pingpong: warpgroups
+    start their products in turns; persistent: one program for each multiprocessor."""
+
     keys: int
     stages: int
     pingpong: bool = True
     persistent: bool = True
 
 
-TILINGS = {64: Tiling(128, 2), 128: Tiling(128, 2), 256: Tiling(64, 2)}
+TILINGS = {64: Tiling(128, 2), 128: Tiling(128, 2), 256: Tiling(64, 2)}  # by size of the heads
 
 
 def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torch.Tensor:
+    """Causal attention over the caches, which hold all keys already: [T, heads, dim], as that of the Triton kernel.
+
+    float16 or bfloat16, also the caches; heads of 64, 128 or 256; pages of a multiple of 8 tokens, unless no span has a
+    prefix and `k_new` and `v_new` are given. What the last pages hold after the end of a sequence does not matter.
+    """
     q, k_new, v_new, k_cache, v_cache, spans, window, out, sinks = inputs
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
     group = heads // kv
     tile = tile or TILINGS[dim]
-    page = 0
     if spans.fresh and k_new is not None and v_new is not None:
-        keys, values, chunk = k_new.flatten(1), v_new.flatten(1), tile.keys
+        keys, values, page, rows = k_new.flatten(1), v_new.flatten(1), 0, tile.keys
     else:
         keys, values, page = k_cache.view(-1, kv * dim), v_cache.view(-1, kv * dim), spans.page_size
-        chunk = min(page & -page, tile.keys)
+        rows = min(page & -page, tile.keys)
     layout = gl.NVMMASharedLayout.get_default_for([tile.keys, dim], gl.bfloat16)
-    keys, values = (TensorDescriptor.from_tensor(x, [chunk, dim], layout) for x in (keys, values))
+    keys, values = (TensorDescriptor.from_tensor(x, [rows, dim], layout) for x in (keys, values))
     tokens = ROWS // group
-    tiles = spans.tiles(tokens)
+    tiles, processors = spans.tiles(tokens), multiprocessors(q.device)
     longest = min(max(spans.ends), window + tokens) if window else max(spans.ends)
-    splits = max(1, min(multiprocessors(q.device) // (spans.full_tiles(tokens) * kv), longest // SPLIT_KEYS))
+    splits = max(1, min(processors // (spans.full_tiles(tokens) * kv), longest // SPLIT_KEYS))
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, out
     if splits > 1:
         partial = torch.empty(splits, total, heads, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, total, heads, dtype=torch.float32, device=q.device)
-    items = kv * len(tiles) * splits
-    programs = min(items, multiprocessors(q.device)) if tile.persistent else items
-    prefill_attention_kernel[(programs,)](
+    work = kv * len(tiles) * splits
+    prefill_attention_kernel[(min(work, processors) if tile.persistent else work,)](
         q, keys, values, sinks, partial, lse, spans.table, spans.table.stride(0), tiles, len(tiles), spans.page_table,
         spans.page_table.stride(0), q.stride(0), total, splits, dim**-0.5 * LOG2E,
-        GROUP=group, KV=kv, DIM=dim, PAGE=page, CHUNK=chunk, WINDOW=window, TOKENS=tokens, KEYS=tile.keys,
+        GROUP=group, KV=kv, DIM=dim, PAGE=page, COPY=rows, WINDOW=window, TOKENS=tokens, KEYS=tile.keys,
         SPLIT=splits > 1, STAGES=tile.stages, PINGPONG=tile.pingpong, num_warps=4,
     )  # fmt: skip
     if splits > 1:
-        rows = max(1, 1024 // dim)
-        merge_parts[(cdiv(total * heads, rows),)](
-            partial, lse, out, total * heads, splits, DIM=dim, BLOCK_D=dim, ROWS=rows, num_warps=4
+        lines = max(1, 1024 // dim)
+        merge_parts[(cdiv(total * heads, lines),)](
+            partial, lse, out, total * heads, splits, DIM=dim, BLOCK_D=dim, ROWS=lines, num_warps=4
         )
     return out
 
 
 @gluon.jit
-def _work(
-    turn,
-    table,
-    table_stride,
-    tiles,
-    num_tiles,
-    splits,
-    KV: gl.constexpr,
-    TOKENS: gl.constexpr,
-    KEYS: gl.constexpr,
+def _tile(
+    turn, table, table_stride, tiles, num_tiles, splits, KV: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr,
     WINDOW: gl.constexpr,
-):
-    """Of the program's `turn`th tile: its KV head, part of the keys, span, first row in the span, start and stop of the
-    span, first row of the span in the pass; the keys begin at `low`, and so many blocks of them are attended to."""
+):  # fmt: skip
+    """The program's tile number `turn`: KV head, part of the keys, span, first row within it, start and stop of the
+    span, its first row in the pass; the first key and the end of the part, and how many blocks of keys it has."""
     programs = gl.num_programs(0)
-    # Tiles are sorted by length: every other round is dealt backwards, so that each program gets as much.
-    mine = gl.program_id(0)
+    # Tiles are sorted by length. Every second round is dealt backwards, so that all programs get about as much.
+    place = gl.program_id(0)
     if turn % 2 == 1:
-        mine = programs - 1 - mine
-    item = turn * programs + mine
+        place = programs - 1 - place
+    item = turn * programs + place
     head = item % KV
     part = item // KV // num_tiles
-    tile = item // KV % num_tiles
-    span = gl.load(tiles + 2 * tile)
-    first = gl.load(tiles + 2 * tile + 1).to(gl.int32)
+    tile = tiles + 2 * (item // KV % num_tiles)
+    span = gl.load(tile)
+    first = gl.load(tile + 1).to(gl.int32)
     start = gl.load(table + span).to(gl.int32)
     stop = gl.load(table + table_stride + span).to(gl.int32)
     offset = gl.load(table + 3 * table_stride + span)
@@ -120,185 +125,130 @@ def _work(
 
 @gluon.jit
 def _produce(
-    keys,
-    values,
-    k_bufs,
-    v_bufs,
-    bars,
-    table,
-    table_stride,
-    tiles,
-    num_tiles,
-    page_table,
-    page_stride,
-    splits,
-    rounds,
-    KV: gl.constexpr,
-    TOKENS: gl.constexpr,
-    WINDOW: gl.constexpr,
-    PAGE: gl.constexpr,
-    CHUNK: gl.constexpr,
-):
-    k_ready, k_empty, v_ready, v_empty, turns = bars
+    keys, values, k_bufs, v_bufs, barriers, table, table_stride, tiles, num_tiles, page_table, page_stride, splits,
+    turns, KV: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
+):  # fmt: skip
+    """Copy the blocks of all tiles, COPY rows at a time, of pages of PAGE tokens; of the pass itself if PAGE is 0."""
+    k_ready, k_free, v_ready, v_free, _ = barriers
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
     DIM: gl.constexpr = k_bufs.type.shape[2]
-    BYTES: gl.constexpr = KEYS * DIM * 2
     done = 0
-    for turn in range(rounds):
-        head, part, span, first, start, stop, offset, low, high, blocks = _work(
+    for turn in range(turns):
+        head, _part, span, _first, _start, _stop, offset, low, high, blocks = _tile(
             turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW
         )
         pages = page_table + gl.load(table + 2 * table_stride + span) * page_stride
-        column = head * DIM
         for i in range(blocks):
             at = low + (blocks - 1 - i) * KEYS
-            stage = (done + i) % STAGES
-            phase = ((done + i) // STAGES) & 1
-            rows = ()
-            for j in gl.static_range(KEYS // CHUNK):
+            stage, phase = (done + i) % STAGES, ((done + i) // STAGES) & 1
+            lines = ()
+            for j in gl.static_range(KEYS // COPY):
                 if PAGE == 0:
-                    rows += (offset.to(gl.int32) + at + j * CHUNK,)
-                else:
-                    key = gl.minimum(at + j * CHUNK, high - 1)
-                    rows += (gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // CHUNK * CHUNK,)
-            mbarrier.wait(k_empty.index(stage), phase ^ 1)
-            mbarrier.expect(k_ready.index(stage), BYTES)
-            for j in gl.static_range(KEYS // CHUNK):
-                copy_tile(keys, [rows[j], column], k_ready.index(stage), k_bufs.index(stage).slice(j * CHUNK, CHUNK, 0))
-            mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            mbarrier.expect(v_ready.index(stage), BYTES)
-            for j in gl.static_range(KEYS // CHUNK):
-                copy_tile(
-                    values, [rows[j], column], v_ready.index(stage), v_bufs.index(stage).slice(j * CHUNK, CHUNK, 0)
-                )
+                    lines += (offset.to(gl.int32) + at + j * COPY,)
+                else:  # after the end, the last ones again
+                    key = gl.minimum(at + j * COPY, high - 1)
+                    lines += (gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // COPY * COPY,)
+            mbarrier.wait(k_free.index(stage), phase ^ 1)
+            mbarrier.expect(k_ready.index(stage), KEYS * DIM * 2)
+            for j in gl.static_range(KEYS // COPY):
+                place = k_bufs.index(stage).slice(j * COPY, COPY, 0)
+                copy_tile(keys, [lines[j], head * DIM], k_ready.index(stage), place)
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            mbarrier.expect(v_ready.index(stage), KEYS * DIM * 2)
+            for j in gl.static_range(KEYS // COPY):
+                place = v_bufs.index(stage).slice(j * COPY, COPY, 0)
+                copy_tile(values, [lines[j], head * DIM], v_ready.index(stage), place)
         done += blocks
 
 
 @gluon.jit
-def _softmax(s, key, position, peak, total, scale, MASK: gl.constexpr, WINDOW: gl.constexpr):
+def _scores(q_buf, k_buf, SCORES: gl.constexpr):
+    """Start to multiply queries [64, DIM] by keys [KEYS, DIM]."""
+    nothing = gl.zeros([q_buf.type.shape[0], k_buf.type.shape[0]], gl.float32, SCORES)
+    return warpgroup_mma(q_buf, k_buf.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _softmax(scores, key, position, peak, total, scale, MASK: gl.constexpr, WINDOW: gl.constexpr):
+    """Weights of a block of scores, base 2, the new peak and sum of each row, and by what its old sums shrink."""
     if MASK:
         visible = key[None, :] <= position[:, None]
         if WINDOW > 0:
             visible &= key[None, :] > position[:, None] - WINDOW
-        s = gl.where(visible, s, float("-inf"))
-    new = gl.maximum(peak, gl.max(s, 1) * scale)
+        scores = gl.where(visible, scores, float("-inf"))
+    new = gl.maximum(peak, gl.max(scores, 1) * scale)
     base = new
-    if MASK:
+    if MASK:  # a row that has seen no key yet has the peak -inf; any finite number does in its place
         base = gl.where(new == float("-inf"), 0.0, new)
-    p = gl.exp2(s * scale - base[:, None])
+    weights = gl.exp2(scores * scale - base[:, None])
     shrink = gl.exp2(peak - base)
-    return p, new, total * shrink + gl.sum(p, 1), shrink
+    return weights, new, total * shrink + gl.sum(weights, 1), shrink
 
 
 @gluon.jit
-def _steps(
-    first,
-    stop_at,
-    done,
-    low,
-    blocks,
-    q_buf,
-    k_bufs,
-    v_bufs,
-    bars,
-    p,
-    acc,
-    peak,
-    total,
-    position,
-    column,
-    scale,
-    WG: gl.constexpr,
-    MASK: gl.constexpr,
-    WINDOW: gl.constexpr,
-    PINGPONG: gl.constexpr,
-):
-    k_ready, k_empty, v_ready, v_empty, turns = bars
+def _attend(
+    begin, end, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column, scale,
+    GROUP_NUMBER: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
+    """Blocks begin..end - 1 of a tile, whose block begin - 1 has the weights p, not multiplied by values yet."""
+    k_ready, k_free, v_ready, v_free, starts = barriers
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
-    ROWS: gl.constexpr = q_buf.type.shape[0]
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.type.shape[2], 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
-    for i in range(first, stop_at):
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.type.shape[2], 16])
+    for i in range(begin, end):
         number = done + i
-        stage = number % STAGES
-        before = (number - 1) % STAGES
+        stage, before = number % STAGES, (number - 1) % STAGES
         if PINGPONG:
-            mbarrier.wait(turns.index(WG), (number & 1) ^ (1 - WG))
-        s = warpgroup_mma(
-            q_buf,
-            k_bufs.index(stage).permute((1, 0)),
-            gl.zeros([ROWS, KEYS], gl.float32, S),
-            use_acc=False,
-            is_async=True,
-        )
+            mbarrier.wait(starts.index(GROUP_NUMBER), (number & 1) ^ (1 - GROUP_NUMBER))
+        scores = _scores(q_buf, k_bufs.index(stage), SCORES)
         mbarrier.wait(v_ready.index(before), ((number - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_bufs.index(before), acc, is_async=True)
         if PINGPONG:
-            mbarrier.arrive(turns.index(1 - WG))
-        s = warpgroup_mma_wait(1, deps=[s])
-        mbarrier.arrive(k_empty.index(stage))
+            mbarrier.arrive(starts.index(1 - GROUP_NUMBER))
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(k_free.index(stage))
         key = low + (blocks - 1 - i) * KEYS + column
-        weights, peak, total, shrink = _softmax(s, key, position, peak, total, scale, MASK, WINDOW)
-        fresh = gl.convert_layout(weights.to(p.dtype), P)
-        # A wait here, long over as a rule, keeps ptxas from moving the softmax behind the multiplication.
-        mbarrier.wait(k_ready.index((number + 1) % STAGES), ((number + 1) // STAGES) & 1, pred=i + 1 < blocks)
-        acc, p, fresh = warpgroup_mma_wait(0, deps=[acc, p, fresh])
-        mbarrier.arrive(v_empty.index(before))
-        acc *= gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
-        p = fresh
+        weights, peak, total, shrink = _softmax(scores, key, position, peak, total, scale, MASK, WINDOW)
+        new_p = gl.convert_layout(weights.to(p.dtype), gl.DotOperandLayout(0, OUT, 2))
+        # The keys of the next block are there, as a rule. To wait for them here, which is a branch, keeps the assembler
+        # from moving the softmax behind the wait for the product.
+        after = number + 1
+        mbarrier.wait(k_ready.index(after % STAGES), (after // STAGES) & 1, pred=i + 1 < blocks)
+        acc, p, new_p = warpgroup_mma_wait(0, deps=[acc, p, new_p])
+        mbarrier.arrive(v_free.index(before))
+        acc *= gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
+        p = new_p
     return p, acc, peak, total
 
 
 @gluon.jit
 def _consume(
-    q_bufs,
-    k_bufs,
-    v_bufs,
-    bars,
-    q,
-    q_stride,
-    sinks,
-    out,
-    lse,
-    rows,
-    scale,
-    table,
-    table_stride,
-    tiles,
-    num_tiles,
-    splits,
-    rounds,
-    WG: gl.constexpr,
-    GROUP: gl.constexpr,
-    KV: gl.constexpr,
-    TOKENS: gl.constexpr,
-    WINDOW: gl.constexpr,
-    SPLIT: gl.constexpr,
-    PINGPONG: gl.constexpr,
-):
-    k_ready, k_empty, v_ready, v_empty, turns = bars
+    q_bufs, k_bufs, v_bufs, barriers, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles, num_tiles,
+    splits, turns, GROUP_NUMBER: gl.constexpr, GROUP: gl.constexpr, KV: gl.constexpr, TOKENS: gl.constexpr,
+    WINDOW: gl.constexpr, SPLIT: gl.constexpr, PINGPONG: gl.constexpr,
+):  # fmt: skip
+    """Half of the rows of all tiles."""
+    k_ready, k_free, v_ready, v_free, starts = barriers
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
     DIM: gl.constexpr = k_bufs.type.shape[2]
-    ROWS: gl.constexpr = q_bufs.type.shape[1]
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    HALF: gl.constexpr = q_bufs.type.shape[1]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    q_buf = q_bufs.index(WG)
-    row = WG * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MEMORY))
+    q_buf = q_bufs.index(GROUP_NUMBER)
+    row = GROUP_NUMBER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, MEMORY))
     feature = gl.arange(0, DIM, layout=gl.SliceLayout(0, MEMORY))
-    row_s = WG * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, S))
+    score_row = GROUP_NUMBER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
+    column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
     done = 0
-    for turn in range(rounds):
-        head, part, span, first, start, stop, offset, low, high, blocks = _work(
+    for turn in range(turns):
+        head, part, _span, first, start, stop, offset, low, _high, blocks = _tile(
             turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW
         )
-        # Blocks from the last to the first: the diagonal runs through those before `right`, the window's edge through
+        # In the order in which blocks are taken: the diagonal crosses those before `right`, the edge of the window
         # those from `left` on.
         right = gl.minimum(gl.maximum(blocks - gl.maximum(start + first + 1 - low, 0) // KEYS, 1), blocks)
         left = blocks
@@ -307,274 +257,118 @@ def _consume(
         token = first + row // GROUP
         query_head = head * GROUP + row % GROUP
         real = (row < TOKENS * GROUP) & (start + token < stop)
-        place = (offset + token) * q_stride + query_head * DIM
-        q_buf.store(gl.load(q + place[:, None] + feature[None, :], mask=real[:, None], other=0.0))
+        source = q + ((offset + token) * q_stride + query_head * DIM)[:, None] + feature[None, :]
+        q_buf.store(gl.load(source, mask=real[:, None], other=0.0))
         fence_async_shared()
 
-        position = start + first + row_s // GROUP
-        peak = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S))
-        total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, S))
-        if sinks is not None:
-            if part == 0:
-                peak = gl.load(sinks + head * GROUP + row_s % GROUP) * _LOG2E
-                total = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, S))
-        acc = gl.zeros([ROWS, DIM], gl.float32, O)
+        position = start + first + score_row // GROUP
+        peak = gl.full([HALF], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
+        total = gl.full([HALF], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
+        if sinks is not None:  # the first key, with a value of 0
+            begins = part == 0
+            peak = gl.where(begins, gl.load(sinks + head * GROUP + score_row % GROUP) * _LOG2E, peak)
+            total = gl.where(begins, 1.0, total)
+        acc = gl.zeros([HALF, DIM], gl.float32, OUT)
         if blocks > 0:
-            stage = done % STAGES
-            mbarrier.wait(k_ready.index(stage), (done // STAGES) & 1)
+            stage, phase = done % STAGES, (done // STAGES) & 1
+            mbarrier.wait(k_ready.index(stage), phase)
             if PINGPONG:
-                mbarrier.wait(turns.index(WG), (done & 1) ^ (1 - WG))
-            s = warpgroup_mma(
-                q_buf,
-                k_bufs.index(stage).permute((1, 0)),
-                gl.zeros([ROWS, KEYS], gl.float32, S),
-                use_acc=False,
-                is_async=True,
-            )
+                mbarrier.wait(starts.index(GROUP_NUMBER), (done & 1) ^ (1 - GROUP_NUMBER))
+            scores = _scores(q_buf, k_bufs.index(stage), SCORES)
             if PINGPONG:
-                mbarrier.arrive(turns.index(1 - WG))
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(k_empty.index(stage))
-            weights, peak, total, shrink = _softmax(
-                s, low + (blocks - 1) * KEYS + column, position, peak, total, scale, True, WINDOW
-            )
-            p = gl.convert_layout(weights.to(q.dtype.element_ty), P)
-            if low + blocks * KEYS > stop:  # the values after the end are of another sequence, and may be NaN
-                mbarrier.wait(v_ready.index(stage), (done // STAGES) & 1)
-                line = low + (blocks - 1) * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, MEMORY))
-                v = v_bufs.index(stage).load(MEMORY)
-                v_bufs.index(stage).store(gl.where((line < stop)[:, None], v, 0.0))
+                mbarrier.arrive(starts.index(1 - GROUP_NUMBER))
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_free.index(stage))
+            at = low + (blocks - 1) * KEYS
+            weights, peak, total, _shrink = _softmax(scores, at + column, position, peak, total, scale, True, WINDOW)
+            p = gl.convert_layout(weights.to(q.dtype.element_ty), gl.DotOperandLayout(0, OUT, 2))
+            if at + KEYS > stop:  # values of another sequence follow: a weight of 0 is not enough if they are NaN
+                mbarrier.wait(v_ready.index(stage), phase)
+                line = at + gl.arange(0, KEYS, layout=gl.SliceLayout(1, MEMORY))
+                v_buf = v_bufs.index(stage)
+                v_buf.store(gl.where((line < stop)[:, None], v_buf.load(MEMORY), 0.0))
                 fence_async_shared()
             mbarrier.wait(k_ready.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=blocks > 1)
-            p, acc, peak, total = _steps(
-                1,
-                right,
-                done,
-                low,
-                blocks,
-                q_buf,
-                k_bufs,
-                v_bufs,
-                bars,
-                p,
-                acc,
-                peak,
-                total,
-                position,
-                column,
-                scale,
-                WG,
-                True,
-                WINDOW,
-                PINGPONG,
-            )
-            p, acc, peak, total = _steps(
-                right,
-                left,
-                done,
-                low,
-                blocks,
-                q_buf,
-                k_bufs,
-                v_bufs,
-                bars,
-                p,
-                acc,
-                peak,
-                total,
-                position,
-                column,
-                scale,
-                WG,
-                False,
-                WINDOW,
-                PINGPONG,
-            )
+            p, acc, peak, total = _attend(
+                1, right, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column,
+                scale, GROUP_NUMBER, True, WINDOW, PINGPONG,
+            )  # fmt: skip
+            p, acc, peak, total = _attend(
+                right, left, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column,
+                scale, GROUP_NUMBER, False, WINDOW, PINGPONG,
+            )  # fmt: skip
             if WINDOW > 0:
-                p, acc, peak, total = _steps(
-                    left,
-                    blocks,
-                    done,
-                    low,
-                    blocks,
-                    q_buf,
-                    k_bufs,
-                    v_bufs,
-                    bars,
-                    p,
-                    acc,
-                    peak,
-                    total,
-                    position,
-                    column,
-                    scale,
-                    WG,
-                    True,
-                    WINDOW,
-                    PINGPONG,
-                )
+                p, acc, peak, total = _attend(
+                    left, blocks, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position,
+                    column, scale, GROUP_NUMBER, True, WINDOW, PINGPONG,
+                )  # fmt: skip
             done += blocks
             last = (done - 1) % STAGES
             mbarrier.wait(v_ready.index(last), ((done - 1) // STAGES) & 1)
             acc = warpgroup_mma(p, v_bufs.index(last), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-            mbarrier.arrive(v_empty.index(last))
-        inverse = 1.0 / gl.where(total > 0, total, 1.0)
-        acc *= gl.convert_layout(inverse, gl.SliceLayout(1, O))[:, None]
+            mbarrier.arrive(v_free.index(last))
+        acc *= gl.convert_layout(1.0 / gl.where(total > 0, total, 1.0), gl.SliceLayout(1, OUT))[:, None]
         if SPLIT:
-            row_o = WG * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, O))
-            token_o = first + row_o // GROUP
-            real_o = (row_o < TOKENS * GROUP) & (start + token_o < stop)
-            place_o = (offset + token_o + part.to(gl.int64) * rows) * (KV * GROUP) + head * GROUP + row_o % GROUP
-            feature_o = gl.arange(0, DIM, layout=gl.SliceLayout(0, O))
-            gl.store(out + place_o[:, None] * DIM + feature_o[None, :], acc, mask=real_o[:, None])
-            sums = gl.convert_layout(peak + gl.log2(total), gl.SliceLayout(1, O))
-            gl.store(lse + place_o, sums, mask=real_o)
-        else:
+            out_row = GROUP_NUMBER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
+            out_token = first + out_row // GROUP
+            is_real = (out_row < TOKENS * GROUP) & (start + out_token < stop)
+            line = (offset + out_token + part.to(gl.int64) * rows) * (KV * GROUP) + head * GROUP + out_row % GROUP
+            column_out = gl.arange(0, DIM, layout=gl.SliceLayout(0, OUT))
+            gl.store(out + line[:, None] * DIM + column_out[None, :], acc, mask=is_real[:, None])
+            gl.store(lse + line, gl.convert_layout(peak + gl.log2(total), gl.SliceLayout(1, OUT)), mask=is_real)
+        else:  # by way of shared memory, in whole lines
             q_buf.store(acc.to(q.dtype.element_ty))
-            place_out = (offset + token) * (KV * GROUP) + query_head
-            gl.store(out + place_out[:, None] * DIM + feature[None, :], q_buf.load(MEMORY), mask=real[:, None])
+            line = (offset + token) * (KV * GROUP) + query_head
+            gl.store(out + line[:, None] * DIM + feature[None, :], q_buf.load(MEMORY), mask=real[:, None])
 
 
-@gluon.jit(do_not_specialize=["table_stride", "rows", "num_tiles", "splits"])
+@gluon.jit(do_not_specialize=["table_stride", "num_tiles", "rows", "splits"])  # they change from pass to pass
 def prefill_attention_kernel(
-    q,
-    keys,
-    values,
-    sinks,
-    out,
-    lse,
-    table,
-    table_stride,
-    tiles,
-    num_tiles,
-    page_table,
-    page_stride,
-    q_stride,
-    rows,
-    splits,
-    scale,
-    GROUP: gl.constexpr,
-    KV: gl.constexpr,
-    DIM: gl.constexpr,
-    PAGE: gl.constexpr,
-    CHUNK: gl.constexpr,
-    WINDOW: gl.constexpr,
-    TOKENS: gl.constexpr,
-    KEYS: gl.constexpr,
-    SPLIT: gl.constexpr,
-    STAGES: gl.constexpr,
+    q, keys, values, sinks, out, lse, table, table_stride, tiles, num_tiles, page_table, page_stride, q_stride, rows,
+    splits, scale, GROUP: gl.constexpr, KV: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
+    WINDOW: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
     PINGPONG: gl.constexpr,
-):
+):  # fmt: skip
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], keys.dtype)
     q_bufs = gl.allocate_shared_memory(keys.dtype, [2, 64, DIM], layout)
     k_bufs = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, DIM], layout)
     v_bufs = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, DIM], layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    starts = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=2)
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
-    bars = (k_ready, k_empty, v_ready, v_empty, turns)
-    programs = gl.num_programs(0)
-    items = num_tiles * KV * splits
-    rounds = items // programs
-    rest = gl.program_id(0)
-    if rounds % 2 == 1:
-        rest = programs - 1 - rest
-    if rest < items % programs:
-        rounds += 1
+        mbarrier.init(v_free.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(starts.index(i), count=1)
+    barriers = (k_ready, k_free, v_ready, v_free, starts)
+    programs, work = gl.num_programs(0), num_tiles * KV * splits
+    turns = work // programs
+    place = gl.program_id(0)
+    if turns % 2 == 1:
+        place = programs - 1 - place
+    if place < work % programs:
+        turns += 1
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    q_bufs,
-                    k_bufs,
-                    v_bufs,
-                    bars,
-                    q,
-                    q_stride,
-                    sinks,
-                    out,
-                    lse,
-                    rows,
-                    scale,
-                    table,
-                    table_stride,
-                    tiles,
-                    num_tiles,
-                    splits,
-                    rounds,
-                    0,
-                    GROUP,
-                    KV,
-                    TOKENS,
-                    WINDOW,
-                    SPLIT,
-                    PINGPONG,
-                ),
-            ),
-            (
-                _consume,
-                (
-                    q_bufs,
-                    k_bufs,
-                    v_bufs,
-                    bars,
-                    q,
-                    q_stride,
-                    sinks,
-                    out,
-                    lse,
-                    rows,
-                    scale,
-                    table,
-                    table_stride,
-                    tiles,
-                    num_tiles,
-                    splits,
-                    rounds,
-                    1,
-                    GROUP,
-                    KV,
-                    TOKENS,
-                    WINDOW,
-                    SPLIT,
-                    PINGPONG,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    keys,
-                    values,
-                    k_bufs,
-                    v_bufs,
-                    bars,
-                    table,
-                    table_stride,
-                    tiles,
-                    num_tiles,
-                    page_table,
-                    page_stride,
-                    splits,
-                    rounds,
-                    KV,
-                    TOKENS,
-                    WINDOW,
-                    PAGE,
-                    CHUNK,
-                ),
-            ),
+            (_consume, (
+                q_bufs, k_bufs, v_bufs, barriers, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles,
+                num_tiles, splits, turns, 0, GROUP, KV, TOKENS, WINDOW, SPLIT, PINGPONG,
+            )),
+            (_consume, (
+                q_bufs, k_bufs, v_bufs, barriers, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles,
+                num_tiles, splits, turns, 1, GROUP, KV, TOKENS, WINDOW, SPLIT, PINGPONG,
+            )),
+            (_produce, (
+                keys, values, k_bufs, v_bufs, barriers, table, table_stride, tiles, num_tiles, page_table, page_stride,
+                splits, turns, KV, TOKENS, WINDOW, PAGE, COPY,
+            )),
         ],
         [4, 1],
         [240, 24],
-    )
+    )  # fmt: skip
