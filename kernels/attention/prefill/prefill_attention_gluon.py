@@ -1,9 +1,9 @@
 """Prefill attention for Hopper GPUs, in Gluon: warps with roles of their own, bulk copies and asynchronous products.
 
-Shah et al., "FlashAttention-3" (2024). A program has three roles. A producer warp copies blocks of keys and values to
-shared memory, by TMA, from the pages of the cache or from the tensors of the pass. Two consumer warpgroups have 64
-query rows each. While one of them computes the softmax of a block, the tensor cores multiply for the other; and a
-warpgroup computes the softmax of a block while the weights of the block before are multiplied by its values.
+Shah et al., "FlashAttention-3" (2024). Two producer warps of a program copy blocks of keys and of values to shared
+memory, by TMA, from the pages of the cache or from the tensors of the pass. Two consumer warpgroups have 64 query rows
+each. While one of them computes the softmax of a block, the tensor cores multiply for the other; and a warpgroup
+computes the softmax of a block while the weights of the block before are multiplied by its values.
 
 As in the Triton kernel, the rows of a tile are the query heads that share a KV head of consecutive tokens, and the keys
 are split where tiles are few. A program computes several tiles, so that keys of the next are on their way when one
@@ -37,12 +37,11 @@ _LOG2E = gl.constexpr(LOG2E)
 
 @dataclass(frozen=True)
 class Tiling:
-    """Keys of a block, and how many blocks of keys (and as many of values) shared memory holds. pingpong: warpgroups
-    start their products in turns; persistent: one program for each multiprocessor."""
+    """Keys of a block, and how many blocks of keys (and as many of values) shared memory holds. persistent: one program
+    for each multiprocessor."""
 
     keys: int
     stages: int
-    pingpong: bool = True
     persistent: bool = True
 
 
@@ -82,7 +81,7 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
         q, keys, values, sinks, partial, lse, spans.table, spans.table.stride(0), tiles, len(tiles), spans.page_table,
         spans.page_table.stride(0), q.stride(0), total, splits, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, PAGE=page, COPY=rows, WINDOW=window, TOKENS=tokens, KEYS=tile.keys,
-        SPLIT=splits > 1, STAGES=tile.stages, PINGPONG=tile.pingpong, num_warps=4,
+        SPLIT=splits > 1, STAGES=tile.stages, num_warps=4,
     )  # fmt: skip
     if splits > 1:
         lines = max(1, 1024 // dim)
@@ -124,49 +123,44 @@ def _tile(
 
 
 @gluon.jit
+def _lines(at, offset, pages, end, KEYS: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr):
+    """Where the keys at, at + COPY, .. of a block are."""
+    lines = ()
+    for j in gl.static_range(KEYS // COPY):
+        if PAGE == 0:
+            lines += (offset.to(gl.int32) + at + j * COPY,)
+        else:  # after the end, the last ones again
+            key = gl.minimum(at + j * COPY, end - 1)
+            lines += (gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // COPY * COPY,)
+    return lines
+
+
+@gluon.jit
 def _produce(
-    keys, values, k_bufs, v_bufs, barriers, table, table_stride, tiles, num_tiles, page_table, page_stride, splits,
-    turns, KV: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
+    source, bufs, ready, free, table, table_stride, tiles, num_tiles, page_table, page_stride, splits, turns,
+    KV: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """Copy the blocks of all tiles, COPY rows at a time, of pages of PAGE tokens; of the pass itself if PAGE is 0."""
-    k_ready, k_free, v_ready, v_free, _ = barriers
-    STAGES: gl.constexpr = k_bufs.type.shape[0]
-    KEYS: gl.constexpr = k_bufs.type.shape[1]
-    DIM: gl.constexpr = k_bufs.type.shape[2]
+    """Copy the blocks of keys, or of values, of all tiles, COPY rows at a time: from pages of PAGE tokens, or from the
+    tensor of the pass if PAGE is 0."""
+    STAGES: gl.constexpr = bufs.type.shape[0]
+    KEYS: gl.constexpr = bufs.type.shape[1]
+    DIM: gl.constexpr = bufs.type.shape[2]
     done = 0
     for turn in range(turns):
         head, _part, span, _first, _start, _stop, offset, low, high, blocks = _tile(
             turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW
         )
         pages = page_table + gl.load(table + 2 * table_stride + span) * page_stride
+        lines = _lines(low + (blocks - 1) * KEYS, offset, pages, high, KEYS, PAGE, COPY)
         for i in range(blocks):
-            at = low + (blocks - 1 - i) * KEYS
-            stage, phase = (done + i) % STAGES, ((done + i) // STAGES) & 1
-            lines = ()
+            stage = (done + i) % STAGES
+            mbarrier.wait(free.index(stage), (((done + i) // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), KEYS * DIM * 2)
             for j in gl.static_range(KEYS // COPY):
-                if PAGE == 0:
-                    lines += (offset.to(gl.int32) + at + j * COPY,)
-                else:  # after the end, the last ones again
-                    key = gl.minimum(at + j * COPY, high - 1)
-                    lines += (gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // COPY * COPY,)
-            mbarrier.wait(k_free.index(stage), phase ^ 1)
-            mbarrier.expect(k_ready.index(stage), KEYS * DIM * 2)
-            for j in gl.static_range(KEYS // COPY):
-                place = k_bufs.index(stage).slice(j * COPY, COPY, 0)
-                copy_tile(keys, [lines[j], head * DIM], k_ready.index(stage), place)
-            mbarrier.wait(v_free.index(stage), phase ^ 1)
-            mbarrier.expect(v_ready.index(stage), KEYS * DIM * 2)
-            for j in gl.static_range(KEYS // COPY):
-                place = v_bufs.index(stage).slice(j * COPY, COPY, 0)
-                copy_tile(values, [lines[j], head * DIM], v_ready.index(stage), place)
+                place = bufs.index(stage).slice(j * COPY, COPY, 0)
+                copy_tile(source, [lines[j], head * DIM], ready.index(stage), place)
+            lines = _lines(low + gl.maximum(blocks - 2 - i, 0) * KEYS, offset, pages, high, KEYS, PAGE, COPY)
         done += blocks
-
-
-@gluon.jit
-def _scores(q_buf, k_buf, SCORES: gl.constexpr):
-    """Start to multiply queries [64, DIM] by keys [KEYS, DIM]."""
-    nothing = gl.zeros([q_buf.type.shape[0], k_buf.type.shape[0]], gl.float32, SCORES)
-    return warpgroup_mma(q_buf, k_buf.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -189,24 +183,22 @@ def _softmax(scores, key, position, peak, total, scale, MASK: gl.constexpr, WIND
 @gluon.jit
 def _attend(
     begin, end, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column, scale,
-    GROUP_NUMBER: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr, PINGPONG: gl.constexpr,
+    MASK: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Blocks begin..end - 1 of a tile, whose block begin - 1 has the weights p, not multiplied by values yet."""
-    k_ready, k_free, v_ready, v_free, starts = barriers
+    k_ready, k_free, v_ready, v_free = barriers
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.type.shape[2], 16])
+    HALF: gl.constexpr = q_buf.type.shape[0]
+    nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
     for i in range(begin, end):
         number = done + i
         stage, before = number % STAGES, (number - 1) % STAGES
-        if PINGPONG:
-            mbarrier.wait(starts.index(GROUP_NUMBER), (number & 1) ^ (1 - GROUP_NUMBER))
-        scores = _scores(q_buf, k_bufs.index(stage), SCORES)
+        scores = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         mbarrier.wait(v_ready.index(before), ((number - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_bufs.index(before), acc, is_async=True)
-        if PINGPONG:
-            mbarrier.arrive(starts.index(1 - GROUP_NUMBER))
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(stage))
         key = low + (blocks - 1 - i) * KEYS + column
@@ -227,10 +219,10 @@ def _attend(
 def _consume(
     q_bufs, k_bufs, v_bufs, barriers, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles, num_tiles,
     splits, turns, GROUP_NUMBER: gl.constexpr, GROUP: gl.constexpr, KV: gl.constexpr, TOKENS: gl.constexpr,
-    WINDOW: gl.constexpr, SPLIT: gl.constexpr, PINGPONG: gl.constexpr,
+    WINDOW: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Half of the rows of all tiles."""
-    k_ready, k_free, v_ready, v_free, starts = barriers
+    k_ready, k_free, v_ready, v_free = barriers
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
     DIM: gl.constexpr = k_bufs.type.shape[2]
@@ -243,6 +235,7 @@ def _consume(
     feature = gl.arange(0, DIM, layout=gl.SliceLayout(0, MEMORY))
     score_row = GROUP_NUMBER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
     done = 0
     for turn in range(turns):
         head, part, _span, first, start, stop, offset, low, _high, blocks = _tile(
@@ -272,11 +265,7 @@ def _consume(
         if blocks > 0:
             stage, phase = done % STAGES, (done // STAGES) & 1
             mbarrier.wait(k_ready.index(stage), phase)
-            if PINGPONG:
-                mbarrier.wait(starts.index(GROUP_NUMBER), (done & 1) ^ (1 - GROUP_NUMBER))
-            scores = _scores(q_buf, k_bufs.index(stage), SCORES)
-            if PINGPONG:
-                mbarrier.arrive(starts.index(1 - GROUP_NUMBER))
+            scores = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_free.index(stage))
             at = low + (blocks - 1) * KEYS
@@ -291,16 +280,16 @@ def _consume(
             mbarrier.wait(k_ready.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=blocks > 1)
             p, acc, peak, total = _attend(
                 1, right, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column,
-                scale, GROUP_NUMBER, True, WINDOW, PINGPONG,
+                scale, True, WINDOW,
             )  # fmt: skip
             p, acc, peak, total = _attend(
                 right, left, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column,
-                scale, GROUP_NUMBER, False, WINDOW, PINGPONG,
+                scale, False, WINDOW,
             )  # fmt: skip
             if WINDOW > 0:
                 p, acc, peak, total = _attend(
                     left, blocks, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position,
-                    column, scale, GROUP_NUMBER, True, WINDOW, PINGPONG,
+                    column, scale, True, WINDOW,
                 )  # fmt: skip
             done += blocks
             last = (done - 1) % STAGES
@@ -328,7 +317,6 @@ def prefill_attention_kernel(
     q, keys, values, sinks, out, lse, table, table_stride, tiles, num_tiles, page_table, page_stride, q_stride, rows,
     splits, scale, GROUP: gl.constexpr, KV: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
     WINDOW: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    PINGPONG: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], keys.dtype)
     q_bufs = gl.allocate_shared_memory(keys.dtype, [2, 64, DIM], layout)
@@ -338,15 +326,12 @@ def prefill_attention_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    starts = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(v_free.index(i), count=2)
-    for i in gl.static_range(2):
-        mbarrier.init(starts.index(i), count=1)
-    barriers = (k_ready, k_free, v_ready, v_free, starts)
+    barriers = (k_ready, k_free, v_ready, v_free)
     programs, work = gl.num_programs(0), num_tiles * KV * splits
     turns = work // programs
     place = gl.program_id(0)
@@ -358,17 +343,21 @@ def prefill_attention_kernel(
         [
             (_consume, (
                 q_bufs, k_bufs, v_bufs, barriers, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles,
-                num_tiles, splits, turns, 0, GROUP, KV, TOKENS, WINDOW, SPLIT, PINGPONG,
+                num_tiles, splits, turns, 0, GROUP, KV, TOKENS, WINDOW, SPLIT,
             )),
             (_consume, (
                 q_bufs, k_bufs, v_bufs, barriers, q, q_stride, sinks, out, lse, rows, scale, table, table_stride, tiles,
-                num_tiles, splits, turns, 1, GROUP, KV, TOKENS, WINDOW, SPLIT, PINGPONG,
+                num_tiles, splits, turns, 1, GROUP, KV, TOKENS, WINDOW, SPLIT,
             )),
             (_produce, (
-                keys, values, k_bufs, v_bufs, barriers, table, table_stride, tiles, num_tiles, page_table, page_stride,
-                splits, turns, KV, TOKENS, WINDOW, PAGE, COPY,
+                keys, k_bufs, k_ready, k_free, table, table_stride, tiles, num_tiles, page_table, page_stride, splits,
+                turns, KV, TOKENS, WINDOW, PAGE, COPY,
+            )),
+            (_produce, (
+                values, v_bufs, v_ready, v_free, table, table_stride, tiles, num_tiles, page_table, page_stride, splits,
+                turns, KV, TOKENS, WINDOW, PAGE, COPY,
             )),
         ],
-        [4, 1],
-        [240, 24],
+        [4, 1, 1],
+        [240, 24, 24],
     )  # fmt: skip

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from gluon_emulation import emulated
@@ -26,10 +24,10 @@ def _emulated(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
-def dtype(request: pytest.FixtureRequest, device: torch.device) -> Iterator[torch.dtype]:
+def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
     if request.param == torch.bfloat16 and device.type != "cuda":
         pytest.skip("the merge of parts runs in an interpreter that cannot store bfloat16")
-    yield request.param
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
