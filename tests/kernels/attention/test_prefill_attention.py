@@ -14,6 +14,7 @@ from specbatch.kernels.attention.prefill.prefill_attention_triton import Tiling,
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 
+
 @pytest.mark.parametrize(
     ("spans", "heads", "window", "page_size", "dtype"),
     crossed([
