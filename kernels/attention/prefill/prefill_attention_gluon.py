@@ -312,7 +312,8 @@ def _consume(
             gl.store(out + line[:, None] * DIM + feature[None, :], q_buf.load(MEMORY), mask=real[:, None])
 
 
-@gluon.jit(do_not_specialize=["table_stride", "page_stride", "num_tiles", "rows", "splits"])  # they change from pass to pass
+# What is not specialized changes from pass to pass.
+@gluon.jit(do_not_specialize=["table_stride", "page_stride", "num_tiles", "rows", "splits"])
 def prefill_attention_kernel(
     q, keys, values, sinks, out, lse, table, table_stride, tiles, num_tiles, page_table, page_stride, q_stride, rows,
     splits, scale, GROUP: gl.constexpr, KV: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
