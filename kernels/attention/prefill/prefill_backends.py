@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -78,7 +78,7 @@ def prefill_backend(
             return _Torch()
         if deterministic or latents:  # other kernels, whatever the name
             return TritonPrefill()
-        if reason := _not_gluon(device, dtype, head_dim, page_size, fp8_cache=fp8_cache):
+        if reason := not_gluon(_gpu_kind(device), dtype, head_dim, fp8_cache=fp8_cache, page_size=page_size):
             log(f"{setting}: auto is triton, because gluon {reason}")
             return TritonPrefill()
         return GluonPrefill()
@@ -91,7 +91,7 @@ def prefill_backend(
     if name == "triton":
         return TritonPrefill()
     if name == "gluon":
-        if reason := _not_gluon(device, dtype, head_dim, page_size, fp8_cache=fp8_cache):
+        if reason := not_gluon(_gpu_kind(device), dtype, head_dim, fp8_cache=fp8_cache, page_size=page_size):
             raise refuse(setting, name, f"{reason}; use triton or auto")
         return GluonPrefill()
     if dtype not in HALVES:
@@ -113,17 +113,27 @@ def prefill_backend(
     return _FlashAttn(_installed(module, name, setting))
 
 
-def _not_gluon(
-    device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int, *, fp8_cache: bool
-) -> str | None:
-    """Why the Gluon kernel cannot run, if so."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability(device) != (9, 0):
-        return "needs a Hopper GPU"
+class GpuKind(NamedTuple):
+    """Its compute capability, and the version of Triton."""
+
+    capability: tuple[int, int]
+    triton: str
+
+
+def _gpu_kind(device: torch.device) -> GpuKind | None:
+    if not torch.cuda.is_available():
+        return None
     from triton import __version__
 
-    version = tuple(map(int, __version__.split(".")[:2]))
-    if not FIRST_TRITON <= version <= LAST_TRITON:
-        return "was compiled with Triton 3.6 to 3.9 only"
+    return GpuKind(torch.cuda.get_device_capability(device), __version__)
+
+
+def not_gluon(gpu: GpuKind | None, dtype: torch.dtype, head_dim: int, *, fp8_cache: bool, page_size: int) -> str | None:
+    """Why the Gluon kernel cannot run, if so. Gluon may change with every version of Triton."""
+    if gpu is None or gpu.capability != (9, 0):
+        return "needs a Hopper GPU"
+    if not FIRST_TRITON <= tuple(map(int, gpu.triton.split(".")[:2])) <= LAST_TRITON:
+        return f"was compiled with Triton 3.6 to 3.9 only, not {gpu.triton}"
     if dtype not in HALVES:
         return "has float16 and bfloat16 only"
     if head_dim not in GLUON_HEADS:

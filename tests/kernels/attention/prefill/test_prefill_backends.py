@@ -6,13 +6,14 @@ import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
-from specbatch.kernels.attention.prefill.prefill_backends import NAMES, prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import NAMES, GpuKind, not_gluon, prefill_backend
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 
@@ -43,16 +44,18 @@ class Case:
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("bounds", SPANS)
 @pytest.mark.parametrize("handed", [True, False])
-@pytest.mark.parametrize("name", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("name", ["auto", "torch", "triton", "gluon"])
 def test_installed_backends_match_reference(
     device: torch.device, name: str, handed: bool, bounds: tuple[list[int], list[int]], window: int
 ) -> None:
-    if name == "triton" and device.type == "cpu":
+    if name in ("triton", "gluon") and device.type == "cpu":
         pytest.skip("needs a CUDA device")
     for dtype in [torch.float32] if device.type == "cpu" else [torch.float32, torch.float16, torch.bfloat16]:
+        if name == "gluon" and dtype == torch.float32:
+            continue
         case = Case(*bounds, device, dtype)
         backend = prefill_backend(name, device, dtype, 64)
-        assert backend.name in ("torch", "triton")
+        assert backend.name == name or name == "auto"
         new = (case.k_new, case.v_new) if handed else (None, None)
         out = backend(PrefillInputs(case.q, *new, case.k_cache, case.v_cache, case.spans, window))
         slack = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
@@ -61,6 +64,41 @@ def test_installed_backends_match_reference(
 
 def test_auto_selects_torch_without_gpu() -> None:
     assert prefill_backend("auto", CPU, torch.float32, 64).name == "torch"
+
+
+HOPPER = GpuKind((9, 0), "3.6.0")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "dim", "cache", "reason"),
+    [
+        (HOPPER, torch.bfloat16, 128, {}, None),
+        (HOPPER, torch.float16, 64, {"page_size": 8}, None),
+        (GpuKind((9, 0), "3.9.1+git"), torch.bfloat16, 256, {}, None),
+        (None, torch.bfloat16, 128, {}, "needs a Hopper GPU"),
+        (GpuKind((10, 0), "3.6.0"), torch.bfloat16, 128, {}, "needs a Hopper GPU"),
+        (GpuKind((9, 0), "3.10.0"), torch.bfloat16, 128, {}, "was compiled with Triton 3.6 to 3.9 only, not 3.10.0"),
+        (HOPPER, torch.float32, 128, {}, "has float16 and bfloat16 only"),
+        (HOPPER, torch.bfloat16, 80, {}, "has no heads of 80, only 64, 128, 256"),
+        (HOPPER, torch.bfloat16, 128, {"fp8_cache": True}, "reads no FP8 cache"),
+        (HOPPER, torch.bfloat16, 128, {"page_size": 12}, "reads pages of a multiple of 8 tokens only, not 12"),
+    ],
+)
+def test_what_gluon_is_for(
+    gpu: GpuKind | None, dtype: torch.dtype, dim: int, cache: dict[str, Any], reason: str | None
+) -> None:
+    assert not_gluon(gpu, dtype, dim, **{"fp8_cache": False, "page_size": 16} | cache) == reason
+
+
+def test_auto_says_why_it_is_not_gluon() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("it may be gluon here")
+    lines: list[str] = []
+    assert prefill_backend("auto", GPU, torch.bfloat16, 128, log=lines.append).name == "triton"
+    assert lines == ["attention_backend: auto is triton, because gluon needs a Hopper GPU"]
+    assert prefill_backend("auto", GPU, torch.bfloat16, 128, deterministic=True, log=lines.append).name == "triton"
+    assert len(lines) == 1
+    assert "needs a Hopper GPU; use triton or auto" in refusal("gluon")
 
 
 def refusal(name: str, device: torch.device = GPU, dtype: torch.dtype = torch.bfloat16, dim: int = 128) -> str:
@@ -74,7 +112,7 @@ def refusal(name: str, device: torch.device = GPU, dtype: torch.dtype = torch.bf
 
 def test_unsupported_backends_are_refused() -> None:
     assert all(name in refusal("cudnn") for name in NAMES)
-    for name in ("triton", "flashinfer", "flash-attn"):
+    for name in ("gluon", "triton", "flashinfer", "flash-attn"):
         assert "CUDA" in refusal(name, CPU)
     for name in ("flashinfer", "flash-attn"):
         assert "float16" in refusal(name, dtype=torch.float32)
