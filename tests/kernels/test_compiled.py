@@ -116,3 +116,14 @@ def test_kernels_of_short_chains_compile_for_hopper() -> None:
         assert not kernel["stack"], f"{name} spills registers"
         assert kernel["early"] >= 29, f"{name}: {kernel['early']} loads before the wait"
         assert (kernel["instructions"] == ["mma"]) == name.startswith("chain of the gated"), f"{name}: tensor cores"
+
+
+@pytest.mark.slow
+def test_prefill_attention_compiles_for_hopper() -> None:
+    """The softmax of a block is computed while the tensor cores multiply, which the assembler is free to undo."""
+    found = compiled("compiled_prompts.py")
+    assert len(found) == 4
+    for kernel in found:
+        assert kernel["shared"] <= SHARED, f"{kernel['name']} needs {kernel['shared']} bytes of shared memory"
+        assert not kernel["spills"], f"{kernel['name']} spills registers in the main loop"
+        assert kernel["early"] == kernel["exponentials"] > 0, f"{kernel['name']}: exponentials after the wait"
