@@ -336,7 +336,7 @@ def test_attention_backends_agree_in_bfloat16(tmp_path: Path, graphs: str) -> No
         if backend == "auto" and torch.cuda.get_device_capability() == (9, 0):
             assert engine.caps["attention_backend"] == "gluon"
         engine.close()
-    assert (found["auto"] - found["triton"]).abs().max() < 0.05 * found["triton"].std()
+    assert (found["auto"] - found["triton"]).abs().max() < 0.15 * found["triton"].std()
 
 
 def test_an_fp8_kv_cache(toy: Any, toy_engine: Callable[..., Any]) -> None:
