@@ -138,11 +138,10 @@ def _lines(at, offset, pages, end, KEYS: gl.constexpr, PAGE: gl.constexpr, COPY:
 @gluon.jit
 def _produce(
     source, bufs, ready, free, table, table_stride, tiles, num_tiles, page_table, page_stride, splits, turns,
-    LAG: gl.constexpr, KV: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr,
-    COPY: gl.constexpr,
+    KV: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """Copy the blocks of keys (LAG 0) or of values (1) of all tiles, COPY rows at a time: from pages of PAGE tokens, or
-    from the tensor of the pass if PAGE is 0."""
+    """Copy the blocks of keys, or of values, of all tiles, COPY rows at a time: from pages of PAGE tokens, or from the
+    tensor of the pass if PAGE is 0."""
     STAGES: gl.constexpr = bufs.type.shape[0]
     KEYS: gl.constexpr = bufs.type.shape[1]
     DIM: gl.constexpr = bufs.type.shape[2]
@@ -154,8 +153,8 @@ def _produce(
         pages = page_table + gl.load(table + 2 * table_stride + span) * page_stride
         lines = _lines(low + (blocks - 1) * KEYS, offset, pages, high, KEYS, PAGE, COPY)
         for i in range(blocks):
-            stage, freed = (done + i) % STAGES, done + i + LAG
-            mbarrier.wait(free.index(freed % STAGES), ((freed // STAGES) & 1) ^ 1)
+            stage = (done + i) % STAGES
+            mbarrier.wait(free.index(stage), (((done + i) // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(stage), KEYS * DIM * 2)
             for j in gl.static_range(KEYS // COPY):
                 place = bufs.index(stage).slice(j * COPY, COPY, 0)
@@ -193,7 +192,7 @@ def _attend(
     MASK: gl.constexpr, WINDOW: gl.constexpr,
 ):  # fmt: skip
     """Blocks begin..end - 1 of a tile, whose block begin - 1 has the weights p, not multiplied by values yet."""
-    k_ready, v_ready, free = barriers
+    k_ready, k_free, v_ready, v_free = barriers
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -207,6 +206,7 @@ def _attend(
         mbarrier.wait(v_ready.index(before), ((number - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_bufs.index(before), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(k_free.index(stage))
         key = low + (blocks - 1 - i) * KEYS + column
         weights, peak, total, shrink = _softmax(scores, key, position, peak, total, scale, MASK, WINDOW)
         new_p = gl.convert_layout(weights.to(p.dtype), gl.DotOperandLayout(0, OUT, 2))
@@ -215,7 +215,7 @@ def _attend(
         after = number + 1
         mbarrier.wait(k_ready.index(after % STAGES), (after // STAGES) & 1, pred=i + 1 < blocks)
         acc, p, new_p = warpgroup_mma_wait(0, deps=[acc, p, new_p])
-        mbarrier.arrive(free.index(stage))  # these keys, and the values of the block before
+        mbarrier.arrive(v_free.index(before))
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
         p = new_p
     return p, acc, peak, total
@@ -228,7 +228,7 @@ def _consume(
     WINDOW: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Half of the rows of all tiles."""
-    k_ready, v_ready, free = barriers
+    k_ready, k_free, v_ready, v_free = barriers
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
     DIM: gl.constexpr = k_bufs.type.shape[2]
@@ -273,7 +273,7 @@ def _consume(
             mbarrier.wait(k_ready.index(stage), phase)
             scores = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, deps=[scores])
-            mbarrier.arrive(free.index(stage))
+            mbarrier.arrive(k_free.index(stage))
             at = low + (blocks - 1) * KEYS
             weights, peak, total, _shrink = _softmax(scores, at + column, position, peak, total, scale, True, WINDOW)
             p = gl.convert_layout(weights.to(q.dtype.element_ty), gl.DotOperandLayout(0, OUT, 2))
@@ -302,6 +302,7 @@ def _consume(
             mbarrier.wait(v_ready.index(last), ((done - 1) // STAGES) & 1)
             acc = warpgroup_mma(p, v_bufs.index(last), acc, is_async=True)
             acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+            mbarrier.arrive(v_free.index(last))
         acc *= gl.convert_layout(1.0 / gl.where(total > 0, total, 1.0), gl.SliceLayout(1, OUT))[:, None]
         if SPLIT:
             out_row = GROUP_NUMBER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
@@ -329,14 +330,15 @@ def prefill_attention_kernel(
     k_bufs = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, DIM], layout)
     v_bufs = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, DIM], layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Block number n completes it for the n-th time (so to say): its keys are free, and the values of block n - 1.
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
         mbarrier.init(v_ready.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    barriers = (k_ready, v_ready, free)
+        mbarrier.init(v_free.index(i), count=2)
+    barriers = (k_ready, k_free, v_ready, v_free)
     programs, work = gl.num_programs(0), num_tiles * KV * splits
     turns = work // programs
     place = gl.program_id(0)
@@ -355,12 +357,12 @@ def prefill_attention_kernel(
                 num_tiles, splits, turns, 1, GROUP, KV, TOKENS, WINDOW, SPLIT,
             )),
             (_produce, (
-                keys, k_bufs, k_ready, free, table, table_stride, tiles, num_tiles, page_table, page_stride, splits,
-                turns, 0, KV, TOKENS, WINDOW, PAGE, COPY,
+                keys, k_bufs, k_ready, k_free, table, table_stride, tiles, num_tiles, page_table, page_stride, splits,
+                turns, KV, TOKENS, WINDOW, PAGE, COPY,
             )),
             (_produce, (
-                values, v_bufs, v_ready, free, table, table_stride, tiles, num_tiles, page_table, page_stride, splits,
-                turns, 1, KV, TOKENS, WINDOW, PAGE, COPY,
+                values, v_bufs, v_ready, v_free, table, table_stride, tiles, num_tiles, page_table, page_stride, splits,
+                turns, KV, TOKENS, WINDOW, PAGE, COPY,
             )),
         ],
         [4, 1, 1],
