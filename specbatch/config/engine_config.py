@@ -21,9 +21,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DECODE_GRAPHS = ("off", "whole")
 PREFILL_GRAPHS = ("off", "piecewise")
-ATTENTION_BACKENDS = ("auto", "gluon", "triton", "torch", "flashinfer", "flash-attn")
+ATTENTION_BACKENDS = ("auto", "gluon", "triton", "torch")
 CORPUS_MIN, CORPUS_MIN_SAMPLED = 4, 8  # tokens; the second where the algorithm samples drafts
-KV_DTYPES = ("auto", "fp8")
+KV_DTYPES = ("auto", "fp8", "model")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 MODEL, BATCH, CACHE, EXECUTION = "Model", "Batch and memory", "Cache and quantization", "Execution"  # boxes of --help
 # For help texts.
@@ -159,8 +159,8 @@ class Speculation:
     simulate_accept: AcceptanceProfile | None = setting(
         None,
         "Benchmarks only: the same with a probability for each draft position, given that all drafts before it are "
-        "accepted: a JSON file, a golden acceptance curve (.json, .yaml; FILE#NAME is one of several), the folder of a "
-        "run, or probabilities such as 0.8,0.7,0.6.",
+        "accepted: a JSON file, by length of the context or not, a golden acceptance curve (.json, .yaml; FILE#NAME is "
+        "one of several), the folder of a run, or probabilities such as 0.8,0.7,0.6.",
         Rule(lambda profile: isinstance(profile, AcceptanceProfile), "use acceptance_profile.read_profile(TEXT)"),
     )
 
@@ -447,7 +447,11 @@ class EngineConfig:
         True, "Keep the KV pages of finished prompts for later ones with the same prefix.", FLAG, panel=CACHE
     )
     kv_dtype: str = setting(
-        "auto", "Data type of the KV cache. auto: the model's dtype. fp8: FP8 (e4m3).", choices=KV_DTYPES, panel=CACHE
+        "auto",
+        "Data type of the KV cache. auto: FP8 on a GPU if the checkpoint was made for it, else the model's dtype. fp8: "
+        "FP8 (e4m3), with the checkpoint's scales or computed ones. model: the model's dtype.",
+        choices=KV_DTYPES,
+        panel=CACHE,
     )
     fp8_activations: bool = setting(
         True, "For FP8 weights: quantize activations to FP8 as well, and run GEMMs in FP8.", FLAG, panel=CACHE

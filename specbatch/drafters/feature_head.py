@@ -76,7 +76,7 @@ class HeadPrefill:
         head, cache = self.head, self.cache
         embedded = [head.embed(*each) for each in zip(tokens, overrides, strict=True)]
         _, qkv = head.enter(embedded[0], head.project(taken), attend, embedded[1:])
-        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), positions, cache.k[-1], cache.v[-1]), slots)
+        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), positions, *cache.layers[-1]), slots)
 
 
 def attention_of(
@@ -156,7 +156,7 @@ class HeadPrefillGraphs(HeadPrefill):
             self._x[:count].copy_(x)
             self._qkv[:count].copy_(qkv)
         else:
-            write_keys(AttentionInputs(qkv, head.heads_of(layer), positions, cache.k[-1], cache.v[-1]), slots)
+            write_keys(AttentionInputs(qkv, head.heads_of(layer), positions, *cache.layers[-1]), slots)
 
 
 class FeatureChain(NoDraft):
@@ -255,7 +255,7 @@ class FeatureChain(NoDraft):
             metadata = replace(metadata, bound=None)  # pairs that are not ready may be beyond it
             attend = attention_of(head, cache, metadata, due.positions)
         _, qkv = head.enter(due.embedded, due.hidden, attend)
-        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), due.positions, cache.k[-1], cache.v[-1]), slots)
+        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), due.positions, *cache.layers[-1]), slots)
 
     def _due(self, step: StepInput, most: int) -> PendingInputs:
         """Up to `most` buffered pairs per row. Rows with fewer ready pairs get invalid ones after them, whose positions
@@ -334,6 +334,7 @@ def head_plan(
         aux=aux,
         scratch_slots=shape.draft_slots,
         uncached_tail=shape.steps + 1,
+        catch_up="target" if config.speculation.is_auto else "none",
         embedded=1,
     )
 

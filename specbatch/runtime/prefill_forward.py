@@ -245,16 +245,16 @@ class PiecewiseGraphs:
         projected, out = _rows(self._projected, count, mixer.width), _rows(self._mixed, count, mixer.mixed)
         if isinstance(mixer, Attention) and isinstance(mixer.heads, LatentLayout):
             prompt = self._prompt.first(count)
-            latents = AttentionInputs(projected, mixer.heads, prompt.positions, cache.k[place], cache.v[place])
+            latents = AttentionInputs(projected, mixer.heads, prompt.positions, *cache.layers[place])
             out.copy_(latent_prefill(latents, prompt.kv_slots, spans))
         elif isinstance(mixer, Attention):
-            k_cache, v_cache, heads = cache.k[place], cache.v[place], mixer.heads
+            (k_cache, v_cache, *scales), heads = cache.layers[place], mixer.heads
             q, k, v = self._q[:count], None, None
             if not heads.shared:
                 k = self._k[:count]
                 v = projected.unflatten(1, (-1, q.shape[2]))[:, -k.shape[1] :]
             out = out.view_as(q)
-            inputs = PrefillInputs(q, k, v, k_cache, v_cache, spans, heads.window or 0, out, heads.sinks)
+            inputs = PrefillInputs(q, k, v, k_cache, v_cache, spans, heads.window or 0, out, heads.sinks, *scales)
             mixed = cache.attention(inputs)
             if mixed is not out:
                 out.copy_(mixed)
@@ -281,7 +281,7 @@ class PiecewiseGraphs:
             """Prepare the operation of layer `index`, whose projection is computed."""
             mixer, place = layers[index].mixer, model.places[index]
             if isinstance(mixer, Attention) and not isinstance(mixer.heads, LatentLayout):
-                caches = self._cache.k[place], self._cache.v[place]
+                caches = self._cache.layers[place]
                 split_qkv_rope(AttentionInputs(input_of(index), mixer.heads, positions, *caches), slots, out=(q, k))
             residual[:] = [x] if index + 1 < len(layers) else [last_input.copy_(x)]
 

@@ -25,6 +25,7 @@ class Checkpoint(Protocol):
     origin  where it came from, for the log
     bytes   size of its tensors as stored
     mtp     name -> shape of the MTP draft head stored in the same files, empty without one
+    cache   name -> shape of what the files have for an FP8 KV cache (`read_cache_scales`), usually empty
     """
 
     name: str
@@ -32,6 +33,7 @@ class Checkpoint(Protocol):
     config: ModelConfig
     bytes: int
     mtp: dict[str, tuple[int, ...]]
+    cache: dict[str, tuple[int, ...]]
 
     def names(self) -> list[str]:
         """The names of `tensor_shapes(config)`, in the order that reads the files sequentially."""

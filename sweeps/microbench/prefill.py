@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention, prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import Layout, PrefillAttention, prefill_backend
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.queries import AttentionInputs, PrefillInputs, QKVLayout
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
@@ -172,7 +172,7 @@ def _passes() -> Iterator[Case]:
 
 
 def _backend(name: str) -> PrefillAttention:
-    return prefill_backend(name, torch.device("cuda"), torch.bfloat16, DIM)
+    return prefill_backend(name, torch.device("cuda"), layout=Layout(torch.bfloat16, DIM, PAGE))
 
 
 def _heads() -> QKVLayout:

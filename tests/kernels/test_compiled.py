@@ -30,7 +30,7 @@ def check(kernel: dict[str, Any]) -> None:
     is_of_halves = not kernel["name"].startswith("FP32") and "shot" not in kernel["name"]
     assert bool(kernel["instructions"]) == is_of_halves, f"{kernel['name']}: tensor cores are for half precision"
     assert kernel["shared"] <= SHARED, f"{kernel['name']} needs {kernel['shared']} bytes of shared memory"
-    if "FP8 GEMM" not in kernel["name"]:  # of which each element is converted by itself
+    if "FP8" not in kernel["name"]:  # of which each element is converted by itself
         # The compiler may put any elements of a thread together, and the assembly would not know which.
         assert kernel["together"] <= 2, f"{kernel['name']}: assembly takes {kernel['together']} elements"
 

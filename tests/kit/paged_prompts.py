@@ -21,6 +21,7 @@ class Case:
         page_size: int = 16, stored: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         self.count, self.kv, self.dim = heads
+        self.scales: list[torch.Tensor | None] = [None, None]
         self.spans = spans
         needed = [math.ceil(end / page_size) for _, end in spans]
         order = random.sample(range(1, sum(needed) + 3), sum(needed))
@@ -50,12 +51,14 @@ class Case:
     def inputs(self, window: int = 0, sinks: torch.Tensor | None = None, *, own: bool = False) -> PrefillInputs:
         """own: with the keys and values of the pass itself."""
         new = self.new if own else (None, None)
-        return PrefillInputs(self.q, *new, self.k_cache, self.v_cache, self.layout, window, sinks=sinks)
+        caches = self.k_cache, self.v_cache
+        return PrefillInputs(self.q, *new, *caches, self.layout, window, None, sinks, *self.scales)
 
     def expected(self, window: int = 0, sinks: torch.Tensor | None = None) -> torch.Tensor:
         parts = []
         queries = self.q.double().cpu().split(self.layout.counts)
         for q, k, v, (start, end) in zip(queries, self.keys, self.values, self.spans, strict=True):
+            k, v = (x if by is None else x * by.cpu()[:, None] for x, by in zip((k, v), self.scales, strict=True))
             k, v = (x.double().repeat_interleave(self.count // self.kv, 1) for x in (k, v))
             scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
             distance = torch.arange(start, end)[:, None] - torch.arange(end)

@@ -349,7 +349,7 @@ class FromTables:
     recordable = True
 
     def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
-        q, k_new, v_new, k_cache, v_cache, spans, _, out, _ = inputs
+        q, k_new, v_new, k_cache, v_cache, spans, _, out, *_ = inputs
         assert k_new is not None
         assert v_new is not None
         assert out is not None

@@ -51,10 +51,11 @@ TILINGS = {64: Tiling(128, 2), 128: Tiling(128, 2), 256: Tiling(64, 2)}  # by si
 def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torch.Tensor:
     """Causal attention over the caches, which hold all keys already: [T, heads, dim], as that of the Triton kernel.
 
-    float16 or bfloat16, also the caches; heads of 64, 128 or 256; pages of a multiple of 8 tokens, unless no span has a
-    prefix and `k_new` and `v_new` are given. What the last pages hold after the end of a sequence does not matter.
+    float16 or bfloat16, heads of 64, 128 or 256. Unless no span has a prefix and `k_new` and `v_new` are given, the
+    caches are of the same type and their pages have a multiple of 8 tokens. What the last pages hold after the end of a
+    sequence does not matter.
     """
-    q, k_new, v_new, k_cache, v_cache, spans, window, out, sinks = inputs
+    q, k_new, v_new, k_cache, v_cache, spans, window, out, sinks, *_ = inputs
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
     group = heads // kv

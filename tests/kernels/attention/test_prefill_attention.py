@@ -11,6 +11,7 @@ from dtypes import DTYPES
 from paged_prompts import Case
 
 from specbatch.kernels.attention.prefill.prefill_attention_triton import Tiling, prefill_attention
+from specbatch.kernels.attention.prefill.unpacked_cache_triton import unpacked
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 
@@ -115,6 +116,39 @@ def test_fp8_kv_cache(device: torch.device, heads: tuple[int, int, int]) -> None
         pytest.skip("the interpreter has no FP8 matmul")
     case = Case(device, torch.bfloat16, [(0, 70), (300, 421)], heads, stored=torch.float8_e4m3fn)
     case.check(prefill_attention(case.inputs()))
+
+
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("spans", [[(0, 33), (47, 80)], [(1100, 1103), (0, 5)]])
+def test_scales_of_a_cache(device: torch.device, stored: torch.dtype | None, spans: list[tuple[int, int]]) -> None:
+    case = Case(device, torch.float32, spans, (6, 2, 24), stored=stored)
+    case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)]
+    sinks = torch.randn(6, device=device)
+    case.check(prefill_attention(case.inputs(sinks=sinks), Tiling(16, 64, 4, 2)), sinks=sinks)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_long_chunks_read_a_converted_copy_of_an_fp8_cache(device: torch.device, scaled: bool) -> None:
+    """Several layers use the tables of one pass; what pages hold after the last key is not read."""
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    case = Case(device, dtype, [(7, 290), (0, 130), (128, 256)], (4, 2, 24), stored=torch.float8_e4m3fn)
+    case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)] if scaled else [None, None]
+    tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None
+    for _ in range(2):
+        inputs = unpacked(case.inputs())
+        assert inputs.k_cache.dtype == dtype
+        assert inputs.spans.page_table.tolist()[2][:2] == [5, 6]
+        case.check(prefill_attention(case.inputs(), tile))
+    few = Case(device, dtype, [(280, 290), (0, 130)], (4, 2, 24), stored=torch.float8_e4m3fn)
+    for kept in (few.inputs(), case.inputs(window=9), case.inputs()._replace(q=case.q.float())):
+        assert unpacked(kept) is kept
+
+
+def test_keys_of_the_pass_are_not_scaled(device: torch.device) -> None:
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    case = Case(device, dtype, [(0, 37), (0, 1)], (8, 2, 64), stored=torch.float8_e4m3fn)
+    inputs = case.inputs(own=True)._replace(k_scale=torch.full((2,), torch.nan), v_scale=torch.full((2,), torch.nan))
+    case.check(prefill_attention(inputs, Tiling(32, 16, 4, 2)))
 
 
 FRESH = [(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from dtypes import HALVES
 from gluon_emulation import emulated
 from paged_prompts import Case
+from watched_calls import Watch
 
-from specbatch.kernels.attention.prefill import prefill_attention_gluon
+from specbatch.kernels.attention.prefill import prefill_attention_gluon, prefill_attention_triton
 from specbatch.kernels.attention.prefill.prefill_attention_gluon import Tiling, prefill_attention
+from specbatch.kernels.attention.prefill.prefill_backends import GluonPrefill
 from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 
 Spans = list[tuple[int, int]]
@@ -23,10 +26,8 @@ def _emulated(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs a Hopper GPU")
 
 
-@pytest.fixture(params=[torch.bfloat16, torch.float16], ids=str)
-def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
-    if request.param == torch.bfloat16 and device.type != "cuda":
-        pytest.skip("the merge of parts runs in an interpreter that cannot store bfloat16")
+@pytest.fixture(params=HALVES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param  # type: ignore[no-any-return]
 
 
@@ -50,17 +51,14 @@ def dtype(request: pytest.FixtureRequest, device: torch.device) -> torch.dtype:
         ([(1500, 1530)], (8, 2, 64), 700, 16),
     ],
 )
-@pytest.mark.parametrize("own", [True, False])
 def test_prefill_attention_matches_reference(
-    device: torch.device, dtype: torch.dtype, spans: Spans, heads: tuple[int, int, int], window: int, page_size: int,
-    own: bool,
-) -> None:  # fmt: skip
-    if own and any(start for start, _ in spans):
-        pytest.skip("keys of a prefix are in pages")
+    device: torch.device, dtype: torch.dtype, spans: Spans, heads: tuple[int, int, int], window: int, page_size: int
+) -> None:
     case = Case(device, dtype, spans, heads, page_size)
-    if own:
+    case.check(prefill_attention(case.inputs(window)), window)
+    if case.layout.fresh:
         case.k_cache.fill_(torch.nan)  # not read
-    case.check(prefill_attention(case.inputs(window, own=own)), window)
+        case.check(prefill_attention(case.inputs(window, own=True)), window)
 
 
 @pytest.mark.parametrize(
@@ -122,3 +120,20 @@ def test_ragged_batch_at_fixed_addresses_is_reusable(device: torch.device, dtype
         prefill_attention(case.inputs()._replace(q=q, k_new=k, v_new=v, spans=recorded, out=out))
         case.check(out[:total])
         assert out[total:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("spans", "own", "kernel"),
+    [([(0, 130), (0, 5)], True, "gluon"), ([(64, 290), (0, 7)], False, "gluon"), ([(280, 290)], False, "triton")],
+)
+def test_fp8_caches(
+    device: torch.device, dtype: torch.dtype, watch: Watch, spans: Spans, own: bool, kernel: str
+) -> None:
+    """The pass's own keys are of the type of the queries, and those of long chunks after a prefix are converted."""
+    case = Case(device, dtype, spans, (8, 2, 64), stored=torch.float8_e4m3fn)
+    if not own:
+        case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)]
+    modules = {"gluon": prefill_attention_gluon, "triton": prefill_attention_triton}
+    seen = {name: watch(module, "prefill_attention", before=lambda *_: 1) for name, module in modules.items()}
+    case.check(GluonPrefill()(case.inputs(own=own)))
+    assert {name: len(calls) for name, calls in seen.items()} == {"gluon": 0, "triton": 0} | {kernel: 1}
