@@ -128,3 +128,14 @@ def test_attention_with_shared_prefixes_compiles_for_hopper() -> None:
         assert kernel["shared"] <= SHARED, f"{name} needs {kernel['shared']} bytes of shared memory"
         wanted = ["mma"] if "own" in name else ["wgmma"] if name.startswith(("attention", "Gluon")) else []
         assert kernel["instructions"] == wanted, f"{name}: tensor cores"
+
+
+@pytest.mark.slow
+def test_prefill_attention_compiles_for_hopper() -> None:
+    """The softmax of a block is computed while the tensor cores multiply, which the assembler is free to undo."""
+    found = compiled("compiled_prompts.py")
+    assert len(found) == 4
+    for kernel in found:
+        assert kernel["shared"] <= SHARED, f"{kernel['name']} needs {kernel['shared']} bytes of shared memory"
+        assert not kernel["spills"], f"{kernel['name']} spills registers in the main loop"
+        assert kernel["early"] == kernel["exponentials"] > 0, f"{kernel['name']}: exponentials after the wait"
