@@ -22,7 +22,7 @@ from specbatch import Engine
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.core.request import SamplingParams
-from specbatch.engine.schedule.draft_length import DraftLength
+from specbatch.engine.schedule.draft_length import Choice, DraftLength
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.run import run_check
 from specbatch.weights.shapes import SHAPES
@@ -156,7 +156,13 @@ def test_draft_lengths_change_without_a_wait(
     assert [tuple(item.token_ids) for item in engine.generate(prompts, params)] == expected
     assert all(seconds > 0 for row in engine.caps["draft_length_s"].values() for seconds in row.values())
     chance = random.Random(1)
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows: chance.choice([0, 0, *self.draft_lengths]))
+
+    def choose(self: DraftLength, rows: int, describe: Any) -> Choice:
+        drafts = chance.choice([0, 0, *self.draft_lengths])
+        splits = self.can_split and rows > 1 and drafts and chance.random() < 0.3
+        return Choice(drafts, [rows - 1] if splits else None)
+
+    monkeypatch.setattr(DraftLength, "choose", choose)
     engine.generate(prompts, params)  # compiles the remaining kernels
     engine.reset_record()
     torch.cuda.set_sync_debug_mode("error")

@@ -161,6 +161,21 @@ class Mask(NamedTuple):
     window: int | None = None
 
 
+class SharedPrefixes(NamedTuple):
+    """Prefixes that sequences of a decode pass share page by page: the pages are full, and the pass writes none of
+    them. Tensors of fixed sizes, so that a CUDA graph holds for any division into groups.
+
+    lengths  int32 [B]: keys of the prefix that each sequence shares, a multiple of the page size; 0: none
+    members  int32 [M]: sequences, those of a group side by side
+    groups   int32 [3, G]: the first of each group in `members`, how many they are, and the keys of their prefix. G is a
+             power of two; where there are fewer groups, counts are 0
+    """
+
+    lengths: torch.Tensor
+    members: torch.Tensor
+    groups: torch.Tensor
+
+
 @dataclass(frozen=True)
 class DecodeQueries:
     """The tokens of a decode or verify pass, `num_queries` for each of B sequences (1 is plain decoding).
@@ -175,6 +190,8 @@ class DecodeQueries:
                  stored at key lengths + first_node + i
     packed       of a verify with chains of different lengths, the rows that it has: at most `num_queries` for each
                  sequence, R in all; None: all. The cache holds no valid keys for the other queries
+    prefixes     that sequences share, whose keys are then read once for each group of them; None: none. Layers with a
+                 window read them for each sequence
     """
 
     page_table: torch.Tensor
@@ -186,6 +203,7 @@ class DecodeQueries:
     ancestors: torch.Tensor | None = None
     first_node: int = 0
     packed: PackedRows | None = None
+    prefixes: SharedPrefixes | None = None
 
 
 # Attention of a decode pass in one layer: [T, count * dim], of latents [T, count * rank]. Of packed rows T is R.

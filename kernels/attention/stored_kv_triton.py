@@ -1,10 +1,13 @@
 """Triton counterpart of `stored_kv`, and what kernels need to multiply an FP8 cache.
 
-They multiply it in float16 and add in float32. e4m3 is exact in float16, to which Hopper converts two values by one
-instruction; to bfloat16 it only comes by way of that. Instructions for FP8 add in short accumulators, in which many
-keys are lost without sums of two levels. Queries in bfloat16 are exact in float16 but for their range: rows are divided
-by a power of two (`power_of_two`), for which the scale of the scores makes up. Probabilities are rounded at 2^-11, in
-bfloat16 at 2^-9; those below 2^-25 become 0, of 2^16 keys at most 2^-9 of the sum.
+They multiply it in 16 bits, where e4m3 is exact, and add in float32. Instructions for FP8 add in short accumulators, in
+which many keys are lost without sums of two levels.
+
+Kernels of few rows multiply in float16, to which Hopper converts two values by one instruction; to bfloat16 they only
+come by way of that, or by integer operations (`dequantize_e4m3`) where many rows share them. Queries in bfloat16 are
+exact in float16 but for their range: rows are divided by a power of two (`power_of_two`), for which the scale of the
+scores makes up. Probabilities are rounded at 2^-11, in bfloat16 at 2^-9; those below 2^-25 become 0, of 2^16 keys at
+most 2^-9 of the sum.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ class Speculation:
     simulate_accept: AcceptanceProfile | None = setting(
         None,
         "Benchmarks only: the same with a probability for each draft position, given that all drafts before it are "
-        "accepted: a JSON file, a golden acceptance curve (.json, .yaml; FILE#NAME is one of several), the folder of a "
-        "run, or probabilities such as 0.8,0.7,0.6.",
+        "accepted: a JSON file, by length of the context or not, a golden acceptance curve (.json, .yaml; FILE#NAME is "
+        "one of several), the folder of a run, or probabilities such as 0.8,0.7,0.6.",
         Rule(lambda profile: isinstance(profile, AcceptanceProfile), "use acceptance_profile.read_profile(TEXT)"),
     )
 

@@ -6,7 +6,7 @@ It is built once per pass. `bind` joins it to a model's cache; the result is wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -122,10 +122,11 @@ def split_into_passes(chunks: list[PromptChunk], most: int) -> Iterator[list[Pro
     """Group chunks into passes of up to `most` tokens; a chunk that does not fit into what is left is cut."""
     part: list[PromptChunk] = []
     left = most
-    for slot, start, end in ((chunk.slot, chunk.start, chunk.end) for chunk in chunks):
+    for chunk in chunks:
+        start, end = chunk.start, chunk.end
         while start < end:
             count = min(left, end - start)
-            part.append(PromptChunk(slot, start, start + count))
+            part.append(replace(chunk, start=start, end=start + count))
             start, left = start + count, left - count
             if not left:
                 yield part

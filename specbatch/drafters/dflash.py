@@ -215,6 +215,7 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
         aux=shape.target_layers,
         num_drafts=None if is_tree else count,
         scratch_slots=count + 1 if is_tree else 0,
+        catch_up="target" if asked.is_auto else "none",
     )
 
 

@@ -334,6 +334,7 @@ def head_plan(
         aux=aux,
         scratch_slots=shape.draft_slots,
         uncached_tail=shape.steps + 1,
+        catch_up="target" if config.speculation.is_auto else "none",
         embedded=1,
     )
 

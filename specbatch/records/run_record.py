@@ -184,5 +184,6 @@ def speculation_of(settings: dict[str, Any]) -> Speculation:
         known |= {"simulate_accept_length": None, "simulate_accept": whole_lengths(mean, MOST)}
     elif isinstance(profile := known.get("simulate_accept"), dict):
         curve = tuple((drafted, length) for drafted, length in profile.get("curve", ()))
-        known["simulate_accept"] = AcceptanceProfile(profile["name"], tuple(profile["conditional"]), curve)
+        by_context = tuple((length, tuple(p)) for length, p in profile.get("by_context", ()))
+        known["simulate_accept"] = AcceptanceProfile(profile["name"], tuple(profile["conditional"]), curve, by_context)
     return Speculation(**known)

@@ -119,11 +119,14 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def graph_bytes(graphs: Graphs, *, most: int, chunk: int, layers: int, draft_lengths: Sequence[int] = (0,)) -> int:
+def graph_bytes(
+    graphs: Graphs, *, most: int, chunk: int, layers: int, draft_lengths: Sequence[int] = (0,), may_share: bool = False
+) -> int:
     """Estimated device memory of the recordings themselves: about 64 KiB a graph for its launches.
 
-    draft_lengths: see `Speculation`."""
+    draft_lengths: see `Speculation`; may_share: see `WholeGraphs`."""
     count = len(batch_buckets(most)) * len(draft_lengths) * layers // 4 if graphs.decode == "whole" else 0
+    count *= 2 if may_share else 1
     if graphs.prefill == "piecewise":
         buckets = token_buckets(chunk)
         count += len(buckets) * (layers + 1) + 2 * sum(size <= SHORT_TOKENS for size in buckets) * layers // 4
@@ -162,26 +165,41 @@ class Recordings(Protocol):
 
 
 class WholeGraphs:
-    """One recording of a whole decode step per batch bucket, number of drafts and sampling flags.
+    """One recording of a whole decode step per batch bucket, number of drafts, number of requests that draft, sampling
+    flags, and whether requests share prefixes.
 
-    Greedy steps are recorded before work begins, others when a request first asks for them.
+    Greedy steps in which all requests draft are recorded before work begins, and those in which the fewest do; others
+    when they are first asked for. So are those that share prefixes, but for the largest batch, which decides how much
+    memory they take: few jobs need them, and each takes about 30 ms. Their kernels are compiled before.
     """
 
     def __init__(
         self,
-        run: Callable[[torch.Tensor, SamplingFlags, int], Result],
+        run: Callable[[torch.Tensor, SamplingFlags, int, int | None, bool], Result],
         recorder: Recorder,
         most: int,
         draft_lengths: tuple[int, ...],
         device: torch.device,
+        fewest: int | None = None,
+        *,
+        may_share: bool = False,
     ) -> None:
-        """run: the decode step over slots [B] and a number of drafts, one of `draft_lengths`; most: largest batch."""
+        """run: the decode step over slots [B], a number of drafts, one of `draft_lengths`, and the number of requests
+        that draft, the first ones, None for all, with shared prefixes or without; most: largest batch; fewest: requests
+        that draft where only some do, None if that does not happen; may_share: whether there may be shared prefixes."""
         self.counters = GraphCounters()
         self._run = run
         self.recorder = recorder
         self._buckets = batch_buckets(most)
-        self._draft_lengths = draft_lengths
-        self._graphs: dict[tuple[int, int, SamplingFlags], Program] = {}
+        # Numbers of drafts and of requests that draft, for each bucket that is recorded before work begins.
+        self._kinds: dict[int, list[tuple[int, int | None]]] = {
+            bucket: [(length, None) for length in draft_lengths] for bucket in self._buckets
+        }
+        for bucket, kinds in self._kinds.items():
+            if fewest is not None and fewest < bucket:
+                kinds.append((draft_lengths[-1], fewest))
+        self._may_share = may_share
+        self._graphs: dict[tuple[int, int, int | None, SamplingFlags, bool], Program] = {}
         # The place of the last result in the ring. Replays count it on the device, so that the host need not send it.
         self._turn = 0
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -196,20 +214,31 @@ class WholeGraphs:
         self._rings: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
-        return len(self._buckets) * len(self._draft_lengths)
+        return sum(map(len, self._kinds.values()))
 
     def capture(self) -> Iterator[None]:
         for bucket in reversed(self._buckets):  # the largest first: the others fit into the memory it leaves
-            for num_drafts in reversed(self._draft_lengths):
-                self._capture(bucket, num_drafts, SamplingFlags())
+            for num_drafts, drafting in reversed(self._kinds[bucket]):
+                if self._may_share and (is_rehearsing() or bucket == self._buckets[-1]):
+                    self._capture(bucket, num_drafts, drafting, SamplingFlags(), shares=True)
+                self._capture(bucket, num_drafts, drafting, SamplingFlags())
                 yield
 
-    def __call__(self, slots: list[int], flags: SamplingFlags, num_drafts: int) -> Result:
-        """One decode step over `slots`."""
+    def __call__(
+        self,
+        slots: list[int],
+        flags: SamplingFlags,
+        num_drafts: int,
+        drafting: int | None = None,
+        *,
+        shares: bool = False,
+    ) -> Result:
+        """One decode step over `slots`, of which the first `drafting` draft, None for all. shares: whether some of them
+        share prefixes."""
         bucket = bucket_of(self._buckets, len(slots))
-        replay = self._graphs.get((bucket, num_drafts, flags))
+        replay = self._graphs.get((bucket, num_drafts, drafting, flags, shares))
         if replay is None:
-            replay = self._capture(bucket, num_drafts, flags)
+            replay = self._capture(bucket, num_drafts, drafting, flags, shares=shares)
             self.counters.recorded_late += 1
         self._turn = turn = (self._turn + 1) % RING
         rows = [*slots, *[0] * (bucket - len(slots))]
@@ -238,12 +267,14 @@ class WholeGraphs:
             self._rings[name] = torch.zeros(RING, self._most_nodes * width, dtype=dtype, device=self._rows.device)
         return self._rings[name]
 
-    def _capture(self, bucket: int, num_drafts: int, flags: SamplingFlags) -> Program:
+    def _capture(
+        self, bucket: int, num_drafts: int, drafting: int | None, flags: SamplingFlags, *, shares: bool = False
+    ) -> Program:
         rows = self._rows[:bucket]
         rings = self._results(bucket, num_drafts, flags)
 
         def program() -> None:
-            result = self._run(rows, flags, num_drafts)
+            result = self._run(rows, flags, num_drafts, drafting, shares)
             ring_push(rings["packed"], self._place, result.packed)
             for name, ring in rings.items():
                 if name != "packed":
@@ -254,5 +285,7 @@ class WholeGraphs:
         self._sent = []
         self.recorder.warm(program)
         self._place.fill_(self._turn)
-        replay = self._graphs[bucket, num_drafts, flags] = self.recorder.record(program)
+        replay = self.recorder.record(program)
+        if not is_rehearsing():
+            self._graphs[bucket, num_drafts, drafting, flags, shares] = replay
         return replay

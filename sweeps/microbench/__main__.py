@@ -38,6 +38,7 @@ from specbatch.sweeps.microbench import (
     prefill,
     prefill_kernels,
     recurrent,
+    shared_prefixes,
     state_sizes,
     step_kernels,
 )
@@ -86,7 +87,17 @@ def _machine() -> str:
     return ", ".join([name, *(f"{library} {known[library]}" for library in ("torch", "triton") if library in known)])
 
 
-for kernels in (attention_tiles, cublas_algorithms, deterministic, gemm, gemm_tiles, moe, prefill, recurrent):
+for kernels in (
+    attention_tiles,
+    cublas_algorithms,
+    deterministic,
+    gemm,
+    gemm_tiles,
+    moe,
+    prefill,
+    recurrent,
+    shared_prefixes,
+):
     _add(kernels, needs_cuda=True, inference=True)
 for alone in (all_reduce, equal_rows, prefill_kernels, step_kernels):
     _add(alone, needs_cuda=True)

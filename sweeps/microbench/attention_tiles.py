@@ -10,12 +10,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout, SharedPrefixes
+from specbatch.kernels.attention.verify.prefix_attention_triton import PrefixWork
 from specbatch.kernels.attention.verify.verify_attention_configs import Tile, most_splits, splits_for, tile_for
 from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
 from specbatch.kernels.common.sizes import multiprocessors
@@ -60,7 +61,8 @@ Choice = tuple[Tile, int]
 
 @dataclass(frozen=True)
 class Work:
-    """A verify of `n` rows over `keys` keys of `batch` sequences."""
+    """A verify of `n` rows over `keys` keys of `batch` sequences, the first `shared` of which are the same for all
+    sequences of each of `groups` groups."""
 
     batch: int
     n: int
@@ -69,11 +71,15 @@ class Work:
     kv: int = 8
     dim: int = 128
     fp8: bool = False  # the cache
+    shared: int = 0
+    groups: int = 1
+    page_size: int = PAGE_SIZE
 
     @property
     def copies(self) -> int:
         item = 1 if self.fp8 else 2
-        return max(2, min(64, -(-CACHE_BYTES // (self.batch * self.keys * self.kv * self.dim * 2 * item))))
+        held = self.batch * (self.keys - self.shared) + self.groups * self.shared
+        return max(2, min(64, -(-CACHE_BYTES // (held * self.kv * self.dim * 2 * item))))
 
     @property
     def capacity(self) -> int:
@@ -138,13 +144,19 @@ def _launch(n: int, fp8: bool, tile: Tile) -> None:
     verify_step(Work(1, n, 64, fp8=fp8))(0, tile=tile)
 
 
-def verify_step(work: Work) -> Callable[..., torch.Tensor]:
+def verify_step(work: Work, prefixes: SharedPrefixes | None = None) -> Callable[..., torch.Tensor]:
     """One launch of `verify_attention` on a copy of the caches, with its options."""
-    pages = work.capacity // PAGE_SIZE
-    used = -(-(work.keys + work.n) // PAGE_SIZE)
+    pages, size = work.capacity // work.page_size, work.page_size
+    used, common = -(-(work.keys + work.n) // size), work.shared // size
     table = torch.zeros(work.batch + 1, pages, dtype=torch.int64, device="cuda")
-    table[1:, :used] = torch.randperm(work.batch * used, device="cuda").view(work.batch, used) + 1
-    shape = (work.copies, work.batch * used + 1, PAGE_SIZE, work.kv, work.dim)
+    held = work.batch * (used - common) + work.groups * common
+    order = torch.randperm(held, device="cuda") + 1
+    first, rest = order.split([work.groups * common, held - work.groups * common])
+    table[1:, :common] = first.view(work.groups, common).repeat_interleave(-(-work.batch // work.groups), 0)[
+        : work.batch
+    ]
+    table[1:, common:used] = rest.view(work.batch, used - common)
+    shape = (work.copies, held + 1, size, work.kv, work.dim)
     stored = torch.float8_e4m3fn if work.fp8 else torch.bfloat16
     k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(stored) for _ in range(2))
     width = (work.count + 2 * work.kv) * work.dim
@@ -156,6 +168,7 @@ def verify_step(work: Work) -> Callable[..., torch.Tensor]:
     rows = torch.arange(1, work.batch + 1, device="cuda")
     lengths = torch.full((work.batch,), work.keys, device="cuda")
     torch.cuda.synchronize()  # the kernel reads some inputs before the previous kernel has ended
-    queries = DecodeQueries(table, rows, lengths, work.n, PAGE_SIZE)
+    queries = DecodeQueries(table, rows, lengths, work.n, size, prefixes=prefixes)
     inputs = [AttentionInputs(qkv, heads, lengths, k[copy], v[copy]) for copy in range(work.copies)]
-    return lambda copy, **options: verify_attention(queries, inputs[copy], Mask(), **options)
+    works: dict[Any, PrefixWork] = {}
+    return lambda copy, **options: verify_attention(queries, inputs[copy], Mask(), works=works, **options)

@@ -4,13 +4,14 @@ lengths, a timer of steps, a quantizing activation that notes what it is given."
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from specbatch.core.async_copy import AsyncCopy, StepTimer
-from specbatch.engine.schedule.draft_length import DraftLength
+from specbatch.engine.schedule.draft_length import Choice, DraftLength
+from specbatch.engine.schedule.step_model import StepModel
 from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
 from specbatch.kernels.gemm.quantized import fp8_linear
 from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
@@ -55,36 +56,42 @@ def late_results(patch: pytest.MonkeyPatch, late: bool = True) -> None:
 def no_step_times(patch: pytest.MonkeyPatch) -> None:
     """Engines with `draft_tokens="auto"` neither time steps at start nor learn from step times."""
     patch.setattr(DraftLength, "took", lambda *_: None)
-    patch.setattr("specbatch.engine.setup.builder.measure_step_times", lambda *_, **__: {})
+    patch.setattr("specbatch.engine.setup.builder.measure_catch_up", lambda *_, **__: (1e-3, 1e-4))
+
+    def constant(worker: object, buckets: list[int], lengths: Sequence[int], **_: object) -> StepModel:
+        return StepModel(buckets, {size: dict.fromkeys(lengths, 1.0) for size in buckets})
+
+    patch.setattr("specbatch.engine.setup.builder.measure_step_times", constant)
 
 
-def _chosen_by(patch: pytest.MonkeyPatch, choose: Callable[[DraftLength, int], int]) -> None:
+def _chosen_by(patch: pytest.MonkeyPatch, choose: Callable[[DraftLength, int], Choice]) -> None:
     no_step_times(patch)
-    patch.setattr(DraftLength, "choose", choose)
+    patch.setattr(DraftLength, "choose", lambda self, rows, describe: choose(self, rows))
 
 
 def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
-    """`draft_tokens="auto"` chooses at random, some lengths for several steps, and measures no times."""
-    chance, chosen = random.Random(seed), [0]
+    """`draft_tokens="auto"` chooses at random, some lengths for several steps, at times for some of the requests only,
+    and measures no times. Whether the draft runs for prompts is random, too."""
+    chance, chosen, share = random.Random(seed), [0], [1.0]
 
-    def choose(self: DraftLength, rows: int) -> int:
+    def choose(self: DraftLength, rows: int) -> Choice:
         if chance.random() < 0.6:
             chosen[0] = chance.choice([0, *self.draft_lengths])
-        return chosen[0]
+            share[0] = chance.choice([0.5, 0.8, 1.0])
+        some = int(share[0] * rows)
+        if self.is_auto and self.can_split and 0 < some < rows and chosen[0]:
+            return Choice(chosen[0], sorted(chance.sample(range(rows), some)))
+        return Choice(chosen[0])
 
     _chosen_by(patch, choose)
+    patch.setattr(DraftLength, "drafts_prompts", lambda *_: chance.random() < 0.7)
 
 
 def planned_draft_lengths(patch: pytest.MonkeyPatch, plan: list[int], after: int = 0) -> None:
-    """`draft_tokens="auto"` chooses these lengths, a step each, and takes them out of the list; then `after`. A step
-    with drafts before one without is a probe. No times are measured."""
-
-    def choose(self: DraftLength, rows: int) -> int:
-        length = plan.pop(0) if plan else after
-        self.probing = length > 0 and plan[:1] == [0]
-        return length
-
-    _chosen_by(patch, choose)
+    """`draft_tokens="auto"` chooses these lengths, a step each, and takes them out of the list; then `after`. No times
+    are measured, and the draft runs for all prompts."""
+    _chosen_by(patch, lambda self, rows: Choice(plan.pop(0) if plan else after))
+    patch.setattr(DraftLength, "drafts_prompts", lambda *_: True)
 
 
 class OneSecond(StepTimer):

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from specbatch.kernels.attention.prefill.unpacked_cache_triton import unpacked
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.common.e4m3_triton import dequantize_e4m3
 from specbatch.kernels.common.kv_slots_triton import kv_slot
@@ -60,7 +61,7 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
     Where no span has a prefix, `k_new` and `v_new` are read instead. The caches may be float8_e4m3fn. float32 is exact
     (no tf32). Values past the end of a sequence in its last page must be finite.
     """
-    q, k_new, v_new, k_cache, v_cache, spans, window, out, sinks, k_scale, v_scale = inputs
+    q, k_new, v_new, k_cache, v_cache, spans, window, out, sinks, k_scale, v_scale = unpacked(inputs)
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
     group = heads // kv

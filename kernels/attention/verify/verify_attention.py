@@ -36,7 +36,7 @@ def decode_attention(
 
         # All else are drafts, which change no result.
         if not (is_deterministic() and all(mask.causal for mask in masks)):
-            return partial(verify_attention_triton.verify_attention, queries)
+            return partial(verify_attention_triton.verify_attention, queries, works={})
         attention = span_attention_triton.decode_attention(queries)
     elif is_deterministic():
         from specbatch.kernels.attention.deterministic.span_attention import SpanDecodeAttention

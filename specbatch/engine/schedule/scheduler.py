@@ -10,12 +10,14 @@ Only the scheduler writes the scheduling fields of a `Request`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specbatch.core.request import Request
 from specbatch.memory.grammar_pool import GrammarPool
 from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.prefix_cache import PrefixCache
+from specbatch.memory.shared_prefixes import PrefixGroups, SharedPrefixPlanner
 from specbatch.memory.state_cache import Found, StateCache
 
 
@@ -71,6 +73,7 @@ class Scheduler:
                        are freed, and such requests leave no prefix of their answers in `cache`
     state_cache        of the prefixes in `cache`, for a model with recurrent layers
     samples_share      whether the samples of a prompt share its pages, even if `cache` is None
+    sharing            plans decode steps that read a shared prefix once; None: they read it for each request
     """
 
     def __init__(
@@ -86,12 +89,14 @@ class Scheduler:
         window: int | None = None,
         state_cache: StateCache | None = None,
         samples_share: bool = True,
+        sharing: SharedPrefixPlanner | None = None,
     ) -> None:
         self.pool = pool
         self.cache = PrefixCache(pool, page_size) if cache is None else cache
         self._reuses_prefixes = cache is not None
         self._samples_share = samples_share
         self.state_cache = state_cache
+        self._sharing = sharing
         self._page_size = page_size
         self._prefill_chunk = prefill_chunk
         self.kv_slots_per_step = kv_slots_per_step
@@ -103,10 +108,16 @@ class Scheduler:
         self._prefilling: list[Request] = []
         self._running: list[Request] = []
         self._new_pages: dict[tuple[int, int], int] = {}  # by slot and place: not yet handed to the device
+        self._undrafted: set[int] = set()  # pages of prefixes for which the draft has not run
 
     @property
     def unfinished(self) -> int:
         return len(self._waiting) + len(self._prefilling) + len(self._running)
+
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether requests keep all of their pages until they end."""
+        return self._window is None
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)
@@ -135,6 +146,7 @@ class Scheduler:
         if found.storing:
             return False
         shared = found.pages
+        undrafted = next((place for place, page in enumerate(shared) if page in self._undrafted), None)
         # A spare page for each request that may need one: admitting must not force a retraction in the next step.
         spare = sum(len(item.pages) < self._most_pages(item) for item in (*self._running, *self._prefilling))
         need = self._pages_for(reserved_length(len(request.tokens), self.kv_slots_per_step)) - len(shared)
@@ -143,7 +155,8 @@ class Scheduler:
                 self.pool.decref(page)
             return False
         request.shared = len(shared)
-        request.pages = shared + self.pool.allocate(need)
+        request.pages = shared + self._allocate(need)
+        request.draft_kv_valid_until = None if undrafted is None else undrafted * self._page_size
         request.slot = self.free_slots.pop()
         request.prefilled = len(shared) * self._page_size
         request.branch = found.branch
@@ -213,6 +226,10 @@ class Scheduler:
             request.pending = 1
             self._prefilling.remove(request)
             self._running.append(request)
+            if self._sharing is not None:
+                # The draft may still have to write the newest positions.
+                full = max(end - 1 - self._uncached_tail, 0) // self._page_size
+                self._sharing.add(request.slot, request.pages[:full])
         return count
 
     def plan_decode(self, *, may_retract: bool) -> DecodePlan | None:
@@ -239,7 +256,7 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                for page in self.pool.allocate(max(need, 0)):
+                for page in self._allocate(max(need, 0)):
                     self._new_pages[request.slot, len(request.pages)] = page
                     request.pages.append(page)
                 scheduled.append(ScheduledRequest(request, request.epoch, request.slot))
@@ -251,6 +268,11 @@ class Scheduler:
             item.request.pending += 1
         new_pages, self._new_pages = self._new_pages, {}
         return DecodePlan(scheduled, [(*place, page) for place, page in new_pages.items()], bound)
+
+    def shared_prefixes(self, slots: list[int]) -> PrefixGroups | None:
+        """What the requests of a step in these slots share, if reading it once pays. The same object until it
+        changes."""
+        return None if self._sharing is None else self._sharing.plan(slots)
 
     def expects_all_to_end(self) -> bool:
         """Whether the results in flight are expected to bring every admitted request to its length limit. Stops are not
@@ -271,34 +293,61 @@ class Scheduler:
             self._new_pages[request.slot, place] = 0
             request.freed = place + 1
 
-    def draft_idles(self, scheduled: list[ScheduledRequest]) -> None:
-        """A step is launched in which the draft does not run (see `DraftPlan.idle_at_zero`)."""
+    def draft_idles(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """A step is launched in which the draft does not run for these requests."""
         for item in scheduled:
             request = item.request
             if request.draft_kv_valid_until is None:  # the draft may lack the newest committed tokens, too
                 request.draft_kv_valid_until = max(request.committed - self._uncached_tail, 0)
 
-    def plan_catch_up(self, scheduled: list[ScheduledRequest], budget: int | None) -> list[tuple[int, int, int]]:
-        """What the draft has to compute before a step that drafts: (slot, start, end) each, fewest tokens first. With a
-        budget in tokens the first request fits in any case, and those after it that do not have to wait."""
-        # Each result in flight leaves a token, and no more where nothing was drafted. The draft runs the newest itself.
-        missing = [
-            (item.request.committed + item.request.in_flight - 2 - item.request.draft_kv_valid_until, item)
-            for item in scheduled
-            if item.request.draft_kv_valid_until is not None
-        ]
-        chunks: list[tuple[int, int, int]] = []
-        for count, item in sorted(missing, key=lambda pair: pair[0]):
-            if budget is not None:
-                budget -= count
-                if budget < 0 and chunks:
-                    break
-            start = item.request.draft_kv_valid_until
-            assert start is not None
-            if count > 0:
-                chunks.append((item.slot, start, start + count))
-            item.request.draft_kv_valid_until = None
+    def draft_skips(self, chunks: Sequence[ScheduledChunk]) -> None:
+        """A prefill pass is launched in which the draft does not run."""
+        for chunk in chunks:
+            request = chunk.request
+            if request.draft_kv_valid_until is None:
+                request.draft_kv_valid_until = chunk.start
+            self._mark_undrafted(request, chunk.end)
+
+    def plan_catch_up(self, scheduled: Sequence[ScheduledRequest], own: int) -> list[ScheduledChunk]:
+        """What the draft has to compute before a step that drafts for these requests, but for the `own` newest tokens,
+        which it computes in the step."""
+        chunks: list[ScheduledChunk] = []
+        for item in scheduled:
+            request = item.request
+            start = self._drafted_until(request)
+            if start is None:
+                continue
+            # Each result in flight leaves a token, and no more where nothing was drafted.
+            end = request.committed + request.in_flight - 1 - own
+            if end > start:
+                chunks.append(ScheduledChunk(request, item.epoch, item.slot, start, end, last=False))
+        for item in scheduled:
+            if item.request.draft_kv_valid_until is not None:
+                item.request.draft_kv_valid_until = None
+                self._undrafted.difference_update(item.request.pages)
         return chunks
+
+    def lacking(self, request: Request) -> int:
+        """How many of its tokens the draft has not computed."""
+        start = self._drafted_until(request)
+        return 0 if start is None else max(request.committed + request.in_flight - 1 - start, 1)
+
+    def _drafted_until(self, request: Request) -> int | None:
+        """From this position on its draft has no keys; None: it has them all. Another request may have computed those
+        of a shared prefix."""
+        start = request.draft_kv_valid_until
+        if start is None or start >= request.shared * self._page_size:
+            return start
+        places = range(start // self._page_size, request.shared)
+        lacking = next((place for place in places if request.pages[place] in self._undrafted), request.shared)
+        request.draft_kv_valid_until = max(start, lacking * self._page_size)
+        return request.draft_kv_valid_until
+
+    def _mark_undrafted(self, request: Request, end: int) -> None:
+        """Its full pages up to `end` go to the prefix cache; the draft lacks those from where it was idle."""
+        if request.draft_kv_valid_until is not None:
+            places = slice(request.draft_kv_valid_until // self._page_size, end // self._page_size)
+            self._undrafted.update(request.pages[places])
 
     # -- results and endings ----------------------------------------------------------------------------------
 
@@ -323,8 +372,7 @@ class Scheduler:
             # Without the newest committed positions, where the drafter may not have written its own KV yet.
             known = max(min(len(request.tokens), request.committed) - self._uncached_tail, 0)
             known = min(known, request.textual)
-            if request.draft_kv_valid_until is not None:
-                known = min(known, request.draft_kv_valid_until)
+            self._mark_undrafted(request, known)
             self.cache.insert(request.tokens, known, request.pages)
         self._deallocate(request)
 
@@ -363,11 +411,18 @@ class Scheduler:
         request.pages = []
         request.freed = 0
         self._new_pages = {place: page for place, page in self._new_pages.items() if place[0] != request.slot}
+        if self._sharing is not None:
+            self._sharing.remove(request.slot)
         self.free_slots.append(request.slot)
         request.slot = None
         if request.automaton is not None:
             self.grammars.decref(request.automaton)
         (self._running if request in self._running else self._prefilling).remove(request)
+
+    def _allocate(self, count: int) -> list[int]:
+        pages = self.pool.allocate(count)
+        self._undrafted.difference_update(pages)
+        return pages
 
     def _ensure_free(self, count: int) -> bool:
         """Are `count` pages free, after evicting cached ones if necessary?"""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.draft_shape import counts_root
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
@@ -20,20 +21,21 @@ from specbatch.engine.device.score_step import ScoreStep
 from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.device.token_check import DigestedStep, TokenCheck
 from specbatch.engine.device.verify_budget import BudgetedStep, VerifyBudget
-from specbatch.engine.schedule.draft_length import DraftLength, announced
+from specbatch.engine.schedule.draft_length import PROBED, DraftLength, announced
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.setup.cache_scales import stored_cache
-from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan
+from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan, shares_prefixes
 from specbatch.engine.setup.prepare import Prepared, prepare
-from specbatch.engine.setup.step_times import measure_step_times
+from specbatch.engine.setup.step_times import measure_catch_up, measure_step_times
 from specbatch.errors import counted
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
-from specbatch.kernels.sampling.rng import acceptance_thresholds
-from specbatch.memory.kv_cache import KVCache
+from specbatch.kernels.sampling.rng import acceptance_thresholds, thresholds_by_context
+from specbatch.memory.kv_cache import KVCache, bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
+from specbatch.memory.shared_prefixes import SharedPrefixPlanner
 from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -110,6 +112,10 @@ def _build(
         log("prefix cache: off, because no prefix state fits next to the KV pages; use a higher memory_fraction")
         prepared = prepared._replace(config=replace(config, prefix_cache=False))
     log(f"decoding: {config.speculation}")
+    if shares_prefixes(prepared):
+        log("shared prefixes: steps read them once for all requests that share one, where that is faster")
+    elif config.prefix_cache and config.deterministic:
+        log("shared prefixes: steps read them for each request, as deterministic=True fixes the order of sums")
     asked = config.speculation
     if counts_root(asked.draft_steps, asked.draft_topk, asked.draft_tokens):
         log(
@@ -201,17 +207,25 @@ def _load(
         drafter = CorpusDrafter(drafter, corpus.index)
     states = [one.states for one in loader.caches if one.states is not None]
     simulated = config.speculation.simulated
-    simulate = None if simulated is None else acceptance_thresholds(simulated.conditional, device)
-    step = DecodeStep(model, cache, drafter, simulate, config.speculation.verification)
+    simulate = None if simulated is None else _thresholds(simulated, device)
+    idles = draft.catch_up != "none" and corpus is None
+    can_split = config.speculation.is_auto and ranks is None and corpus is None and (idles or not draft.layers)
+    step = DecodeStep(model, cache, drafter, simulate, config.speculation.verification, idles)
     token_check = None if ranks is None else TokenCheck(device)
     if token_check is not None:
         step = DigestedStep(**vars(step), history=token_check.history)
     elif (budget := _budget(config, device)) is not None:
         step = BudgetedStep(**vars(step), budget=budget)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
+    sharing = None
+    if shares_prefixes(prepared):
+        sharing = SharedPrefixPlanner(config.page_size, bytes_per_page(prepared.model, 1, 1, cache.dtype))
+    reads = draft.catch_up == "target"
     worker = DeviceWorker(
         batch,
-        PrefillStep(batch, model, forward, drafter, states=states, workspace=plan.workspace, **passes),
+        PrefillStep(
+            batch, model, forward, drafter, states=states, workspace=plan.workspace, reads_features=reads, **passes
+        ),
         step,
         ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
         caches=loader.caches,
@@ -222,18 +236,22 @@ def _load(
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
         deterministic=config.deterministic,
+        may_share=sharing is not None,
         token_check=token_check,
         corpus=corpus,
+        fewest=PROBED if can_split else None,
     )
+    chooser = DraftLength(config.speculation.draft_lengths, batch_buckets(config.max_running))
+    chooser.can_split = can_split
     return EngineParts(
         config=config,
         device=device,
         tokenizer=target.tokenizer(),
         model=model,
         plan=plan,
-        scheduler=_scheduler(config, plan, model.config, draft, has_states=bool(states)),
+        scheduler=_scheduler(config, plan, model.config, draft, sharing, has_states=bool(states)),
         worker=worker,
-        draft_length=DraftLength(config.speculation.draft_lengths, batch_buckets(config.max_running)),
+        draft_length=chooser,
         draft=draft,
         diagnose=use_fp8_activations(fp8)(drafter.diagnose),
         caps=_caps(prepared, plan, cache, batch.tokens.numel(), fp8=fp8),
@@ -265,12 +283,19 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
         "state_bytes": plan.states,
         "cached_states": plan.cached_states,
         "prefix_cache": "on" if config.prefix_cache else "off",
+        "shared_prefixes": "once" if shares_prefixes(prepared) else "each",
     }
     if asked.verify_budget is not None:
         caps["verify_budget"] = asked.verify_budget
     if corpus is not None:
         caps |= {"corpus_tokens": corpus.size, "corpus_bytes": corpus.bytes(running)}
     return caps
+
+
+def _thresholds(simulated: AcceptanceProfile, device: torch.device) -> torch.Tensor:
+    if simulated.by_context:
+        return thresholds_by_context(simulated.at, device)
+    return acceptance_thresholds(simulated.conditional, device)
 
 
 def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:
@@ -282,7 +307,13 @@ def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:
 
 
 def _scheduler(
-    config: EngineConfig, plan: MemoryPlan, target: ModelConfig, draft: DraftPlan, *, has_states: bool
+    config: EngineConfig,
+    plan: MemoryPlan,
+    target: ModelConfig,
+    draft: DraftPlan,
+    sharing: SharedPrefixPlanner | None,
+    *,
+    has_states: bool,
 ) -> Scheduler:
     pool = PagePool(plan.kv_pages)
     prefixes, state_cache = None, None
@@ -301,6 +332,7 @@ def _scheduler(
         window=_largest_window([target, *[draft.config] * bool(draft.kv_layers)]),
         state_cache=state_cache,
         samples_share=state_cache is not None or not has_states,
+        sharing=sharing,
     )
 
 
@@ -341,11 +373,28 @@ def _times(caps: dict[str, Any], total: float) -> str:
 
 def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
     """Time decode steps of every length, if one is chosen as the engine runs. Returns seconds, for the caps."""
-    if not parts.draft_length.is_auto:
+    chooser, pages = parts.draft_length, parts.plan.kv_pages
+    if not chooser.is_auto:
         return {}
-    bound = parts.scheduler.kv_slots_per_step + 1
-    catch_up = parts.config.prefill_chunk if parts.draft.idle_at_zero else None
-    times = measure_step_times(parts.worker, parts.draft_length, bound=bound, catch_up_tokens=catch_up)
+    slots = parts.scheduler.kv_slots_per_step
+    model = measure_step_times(parts.worker, chooser.buckets, chooser.draft_lengths, slots_per_step=slots, pages=pages)
+    chooser.model = model
+    if parts.draft.catch_up != "none":
+        chunk, by_target = parts.config.prefill_chunk, parts.draft.catch_up == "target"
+        chooser.catch_up_s, chooser.prompt_s = measure_catch_up(parts.worker, chunk, pages, by_target=by_target)
+        chooser.idle_tokens = parts.draft.uncached_tail + 1
+
+    def seconds(cached: int) -> dict[str, dict[str, float]]:
+        return {
+            str(rows): {str(n): model.expected(model.kind(rows, n), cached) for n in chooser.draft_lengths}
+            for rows in chooser.buckets
+        }
+
+    base, more = seconds(0), seconds(1)
+    per_token = {rows: {n: more[rows][n] - base[rows][n] for n in row} for rows, row in base.items()}
     return {
-        "draft_length_s": {str(rows): {str(n): seconds for n, seconds in row.items()} for rows, row in times.items()}
+        "draft_length_s": base,
+        "cached_token_s": per_token,
+        "catch_up_token_s": chooser.catch_up_s,
+        "draft_prompt_token_s": chooser.prompt_s,
     }

@@ -11,11 +11,14 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.drafters.base import DraftPlan
 from specbatch.engine.setup.prepare import Prepared
 from specbatch.errors import SpecbatchError
+from specbatch.kernels.attention.verify.prefix_attention_configs import prefix_bytes
 from specbatch.kernels.collectives.communicator import Communicator
+from specbatch.kernels.dispatch import runs_kernels
 from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory
 from specbatch.memory.recurrent_state import state_bytes, state_types
+from specbatch.memory.shared_prefixes import MOST_GROUPS
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import token_bytes
 from specbatch.models.formats.fp8 import FP8Weights
@@ -38,6 +41,7 @@ def memory_plan(
         chunk=chunk,
         layers=model.num_layers + draft.layers,
         draft_lengths=config.speculation.draft_lengths,
+        may_share=shares_prefixes(prepared),
     )
     if config.graphs.prefill == "piecewise":
         graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
@@ -58,12 +62,28 @@ def memory_plan(
         vocabulary=model.vocab_size,
         rows=draft.kv_slots_per_step(config.speculation.num_drafts),
         token_bytes=_token_bytes(model, draft, dtype),
-        temporary=pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config)),
+        temporary=pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config))
+        + (_prefix_bytes(prepared) if shares_prefixes(prepared) else 0),
         corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
         grammars=2 * CELLS,
         graphs=graphs,
         share=share,
     )
+
+
+def shares_prefixes(prepared: Prepared) -> bool:
+    """Whether decode steps read a prefix that several requests share once. It takes the Triton kernel of verify
+    attention, another order of sums than without sharing, and a target of which a layer sees all keys."""
+    config, model = prepared.config, prepared.model
+    if not config.prefix_cache or config.deterministic or not runs_kernels(torch.empty(0, device=prepared.device)):
+        return False
+    return bool(model.kv_layers) and not model.has_latents and model.largest_window is None
+
+
+def _prefix_bytes(prepared: Prepared) -> int:
+    config, model = prepared.config, prepared.model
+    rows, heads = config.speculation.num_drafts + 1, (model.num_heads, model.num_kv_heads, model.head_dim)
+    return prefix_bytes(config.max_running, rows, MOST_GROUPS, *heads, prepared.device)
 
 
 def pages_of_shared_pool(prepared: Sequence[Prepared], replicas: int = 1) -> int | None:

@@ -91,9 +91,17 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     model = target.config
     if config.tensor_parallel > 1:
         model, draft = _divided(model, draft, config.tensor_parallel)
+    if draft.catch_up == "target" and not _can_run_again(config, model):
+        draft = replace(draft, catch_up="none")
     return Prepared(
         config, device, target, model, dtype, attention, draft, plan_corpus(config.speculation, target, log)
     )
+
+
+def _can_run_again(config: EngineConfig, target: ModelConfig) -> bool:
+    """Whether the target can compute features of committed tokens again: it keeps all of their keys, and no state that
+    would advance twice. A corpus learns from each step, with the drafter."""
+    return not target.recurrent_layers and target.largest_window is None and config.speculation.corpus is None
 
 
 def _divided(model: ModelConfig, draft: DraftPlan, ranks: int) -> tuple[ModelConfig, DraftPlan]:

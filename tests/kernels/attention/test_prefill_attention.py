@@ -12,6 +12,7 @@ from crossed import crossed
 from dtypes import DTYPES
 
 from specbatch.kernels.attention.prefill.prefill_attention_triton import Tiling, prefill_attention
+from specbatch.kernels.attention.prefill.unpacked_cache_triton import unpacked
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
 
@@ -191,6 +192,23 @@ def test_scales_of_a_cache(device: torch.device, stored: torch.dtype | None, spa
     case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)]
     sinks = torch.randn(6, device=device)
     case.check(prefill_attention(case.inputs(sinks=sinks), Tiling(16, 64, 4, 2)), sinks=sinks)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_long_chunks_read_a_converted_copy_of_an_fp8_cache(device: torch.device, scaled: bool) -> None:
+    """Several layers use the tables of one pass; what pages hold after the last key is not read."""
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    case = Case(device, dtype, [(7, 290), (0, 130), (128, 256)], (4, 2, 24), stored=torch.float8_e4m3fn)
+    case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)] if scaled else [None, None]
+    tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None
+    for _ in range(2):
+        inputs = unpacked(case.inputs())
+        assert inputs.k_cache.dtype == dtype
+        assert inputs.spans.page_table.tolist()[2][:2] == [5, 6]
+        case.check(prefill_attention(case.inputs(), tile))
+    few = Case(device, dtype, [(280, 290), (0, 130)], (4, 2, 24), stored=torch.float8_e4m3fn)
+    for kept in (few.inputs(), case.inputs(window=9), case.inputs()._replace(q=case.q.float())):
+        assert unpacked(kept) is kept
 
 
 def test_keys_of_the_pass_are_not_scaled(device: torch.device) -> None:
