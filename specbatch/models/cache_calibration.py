@@ -18,6 +18,7 @@ from specbatch.kernels.common.block_sizes import FP8_MAX
 from specbatch.kernels.elementwise.rope import apply_rope_ref
 from specbatch.models.decoder import Decoder, rope_tables
 from specbatch.models.full_forward import UncachedContext
+from specbatch.models.rope import Rope
 
 TOKENS = 512
 _STRIDE = 2654435761  # prime, so that the tokens are spread over any vocabulary
@@ -56,6 +57,7 @@ class _Statistics(UncachedContext):
         self.largest: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.offsets: dict[int, torch.Tensor] = {}
         self._config, self._device = model.config, model.device
+        self._means: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         if isinstance(heads, LatentLayout):
@@ -76,8 +78,10 @@ class _Statistics(UncachedContext):
         """cos and sin [1, dim] of rope, averaged over positions."""
         config, count = self._config, min(self._config.max_position, _POSITIONS)
         rope = config.rope_of(config.kv_layers[layer])
-        cos, sin = rope_tables(config, count, torch.float32, self._device, rope)
-        return cos.mean(0, keepdim=True), sin.mean(0, keepdim=True)
+        if rope not in self._means:
+            cos, sin = rope_tables(config, count, torch.float32, self._device, rope)
+            self._means[rope] = cos.mean(0, keepdim=True), sin.mean(0, keepdim=True)
+        return self._means[rope]
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
