@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.queries import ContextKVLayout
+from specbatch.kernels.attention.stored_kv_triton import to_stored
 from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
@@ -22,16 +23,24 @@ def write_context_kv(
     values: torch.Tensor,
     positions: torch.Tensor,
     slots: torch.Tensor,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
-    """`write_context_kv_ref`; caches may be float8_e4m3fn too (a plain cast)."""
-    _launch(kv, heads, keys, values, positions, slots, None)
+    """`write_context_kv_ref`."""
+    _launch(kv, heads, keys, values, positions, slots, None, k_scales, v_scales)
 
 
 def write_verified_kv(
-    kv: torch.Tensor, heads: ContextKVLayout, keys: torch.Tensor, values: torch.Tensor, verified: VerifiedRows
+    kv: torch.Tensor,
+    heads: ContextKVLayout,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    verified: VerifiedRows,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """`write_verified_kv_ref`. Rows that are not accepted are not stored."""
-    _launch(kv, heads, keys, values, None, None, verified)
+    _launch(kv, heads, keys, values, None, None, verified, k_scales, v_scales)
 
 
 def _launch(
@@ -42,6 +51,8 @@ def _launch(
     positions: torch.Tensor | None,
     slots: torch.Tensor | None,
     verified: VerifiedRows | None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
 ) -> None:
     """By the slots of tokens, or by what a verify knows."""
     layers, half = len(heads.k_norms), next_power_of_2(heads.dim // 2)
@@ -52,7 +63,8 @@ def _launch(
         n, width = len(kv) // len(verified.slots), verified.page_table.shape[1]
         spacing = verified.accepted.stride(0)
     _write_context[(cdiv(lines, tile),)](
-        kv, heads.k_norms, heads.cos, heads.sin, keys, values, positions, slots, *(verified or (None,) * 4),
+        kv, heads.k_norms, heads.cos, heads.sin, keys, values, k_scales, v_scales, positions, slots,
+        *(verified or (None,) * 4),
         lines, n, width, spacing, keys.stride(0), heads.eps,
         LAYERS=layers, KV=heads.kv, DIM=heads.dim, PAGE=keys.shape[2], TILE=tile, HALF=half, **pdl(kv), num_warps=4,
     )  # fmt: skip
@@ -60,7 +72,7 @@ def _launch(
 
 @triton.jit(do_not_specialize=["lines"])
 def _write_context(
-    kv, k_norms, cos, sin, keys, values, positions, slots, page_table, rows, lengths, accepted,
+    kv, k_norms, cos, sin, keys, values, k_scales, v_scales, positions, slots, page_table, rows, lengths, accepted,
     lines, n, width, spacing, stride, eps,
     LAYERS: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
@@ -104,9 +116,14 @@ def _write_context(
     k1 = ((x1 * scale).to(dtype).to(tl.float32) * w1).to(dtype).to(tl.float32)
     k2 = ((x2 * scale).to(dtype).to(tl.float32) * w2).to(dtype).to(tl.float32)
     place = layer.to(tl.int64)[:, None] * stride + (slot[:, None] * KV + (head % KV)[:, None]) * DIM + column[None, :]
+    k_scale, v_scale = k_scales, v_scales
+    if k_scales is not None:
+        k_scale = tl.load(k_scales + layer * KV + head % KV)[:, None]
+    if v_scales is not None:
+        v_scale = tl.load(v_scales + layer * KV + head % KV)[:, None]
     stored: tl.constexpr = keys.dtype.element_ty
-    tl.store(keys + place, (k1 * c - k2 * s).to(dtype).to(stored), turned)
-    tl.store(keys + place + half, (k2 * c + k1 * s).to(dtype).to(stored), turned)
+    tl.store(keys + place, to_stored((k1 * c - k2 * s).to(dtype), k_scale, stored), turned)
+    tl.store(keys + place + half, to_stored((k2 * c + k1 * s).to(dtype), k_scale, stored), turned)
     is_value = mask & (head >= KV)[:, None]
-    tl.store(values + place, first.to(stored), is_value)
-    tl.store(values + place + half, second.to(stored), is_value)
+    tl.store(values + place, to_stored(first, v_scale, stored), is_value)
+    tl.store(values + place + half, to_stored(second, v_scale, stored), is_value)

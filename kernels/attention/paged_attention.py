@@ -9,13 +9,21 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from specbatch.kernels.attention.stored_kv import copyable, gather_stored, to_stored
+
 
 def write_kv_ref(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Store k, v [T, kv_heads, head_dim] at flat `slots` [T] of one layer's cache."""
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+    """Store k, v [T, kv_heads, head_dim] at flat `slots` [T] of one layer's cache. Scales: see `AttentionInputs`."""
+    for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
+        copyable(cache).view(-1, *x.shape[1:]).index_copy_(0, slots, copyable(to_stored(x, cache.dtype, scale)))
 
 
 def attention_mask(
@@ -89,10 +97,13 @@ def paged_attention_ref(
     page_table: torch.Tensor,
     bias: torch.Tensor,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a few query rows per sequence over its pages.
 
-    q [B, rows, heads, head_dim]; page_table [B, P]; bias from `attention_bias` over P * page_size keys; sinks [heads].
+    q [B, rows, heads, head_dim]; page_table [B, P]; bias from `attention_bias` over P * page_size keys; sinks [heads];
+    scales: see `AttentionInputs`.
     Returns [B, rows, heads, head_dim]. The heads that share a KV head are rows of one GEMM, so K and V are read
     once.
     """
@@ -100,8 +111,8 @@ def paged_attention_ref(
     kv_heads = k_cache.shape[2]
     group = heads // kv_heads
     pages = page_table.flatten()
-    k = k_cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
-    v = v_cache.index_select(0, pages).view(batch, -1, kv_heads, dim).transpose(1, 2)
+    k = gather_stored(k_cache, pages, q.dtype, k_scale).view(batch, -1, kv_heads, dim).transpose(1, 2)
+    v = gather_stored(v_cache, pages, q.dtype, v_scale).view(batch, -1, kv_heads, dim).transpose(1, 2)
     packed = q.view(batch, rows, kv_heads, group, dim).permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
     if sinks is None:
         out = F.scaled_dot_product_attention(packed, k, v, attn_mask=bias)
@@ -118,18 +129,20 @@ def prefill_attention_ref(
     start: int,
     window: int = 0,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of one prompt chunk over its prefix and itself.
 
     q [T, heads, head_dim] at positions start..start+T-1, whose K and V are already in the cache; pages [P] covers
-    them. A query sees `window` keys, itself included; 0 is all. sinks [heads]: see `QKVLayout`. Returns [T, heads,
-    head_dim].
+    them. A query sees `window` keys, itself included; 0 is all. sinks [heads]: see `QKVLayout`; scales: see
+    `AttentionInputs`. Returns [T, heads, head_dim].
     """
     rows, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     end = start + rows
-    k = k_cache.index_select(0, pages).view(1, -1, kv_heads, dim)[:, :end].transpose(1, 2)
-    v = v_cache.index_select(0, pages).view(1, -1, kv_heads, dim)[:, :end].transpose(1, 2)
+    k = gather_stored(k_cache, pages, q.dtype, k_scale).view(1, -1, kv_heads, dim)[:, :end].transpose(1, 2)
+    v = gather_stored(v_cache, pages, q.dtype, v_scale).view(1, -1, kv_heads, dim)[:, :end].transpose(1, 2)
     mask = None
     if start or window or sinks is not None:
         position = torch.arange(end, device=q.device)

@@ -6,23 +6,28 @@ import torch
 
 from specbatch.kernels.attention.paged_attention import write_kv_ref
 from specbatch.kernels.attention.queries import AttentionInputs, LatentLayout, QKVLayout
+from specbatch.kernels.attention.stored_kv import from_stored, to_stored
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.elementwise.norm import rms_norm_ref
 from specbatch.kernels.elementwise.rope import apply_rope_ref
 
 
-def split_qkv_rope_ref(
-    qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """qkv [T, (count + 2 kv) * dim] at `positions` int64 [T] -> q [T, count, dim], k and v [T, kv, dim].
-
-    q and k are normalised (where the model does) and rotated. With shared keys, kv is 0 here.
-    """
+def split_qkv_ref(qkv: torch.Tensor, heads: QKVLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """qkv [T, (count + 2 kv) * dim] -> q and k [T, count + kv, dim], normalised (where the model does), v [T, kv, dim].
+    With shared keys, kv is 0 here."""
     rows = qkv.view(-1, heads.count + 2 * heads.own_kv, heads.dim)
     qk, v = rows[:, : heads.count + heads.own_kv], rows[:, heads.count + heads.own_kv :]
     if heads.q_norm is not None and heads.k_norm is not None:
         q, k = qk[:, : heads.count], qk[:, heads.count :]
         qk = torch.cat([rms_norm_ref(q, heads.q_norm, heads.eps), rms_norm_ref(k, heads.k_norm, heads.eps)], 1)
+    return qk, v
+
+
+def split_qkv_rope_ref(
+    qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`split_qkv_ref` at `positions` int64 [T] -> q [T, count, dim], rotated as k [T, kv, dim], and v [T, kv, dim]."""
+    qk, v = split_qkv_ref(qkv, heads)
     qk = apply_rope_ref(qk, heads.cos[positions][:, None], heads.sin[positions][:, None])
     return qk[:, : heads.count], qk[:, heads.count :], v
 
@@ -30,15 +35,24 @@ def split_qkv_rope_ref(
 def split_qkv_rope_write_ref(
     inputs: AttentionInputs, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`split_qkv_rope_ref`; k and v, if they are not shared, are also written to flat `slots` int64 [T] of the caches.
+    """`split_qkv_rope_ref`; k and v, if they are not shared, are also written to flat `slots` int64 [T] of the caches,
+    and returned as they are read from there: attention that takes them in place of the caches' computes the same.
 
     q and k are written to the memory of `out`, if given; v is a view of the input. With shared keys, only q is.
     """
-    qkv, heads, positions, k_cache, v_cache = inputs
+    qkv, heads, positions, k_cache, v_cache, *scales = inputs
     q, k, v = split_qkv_rope_ref(qkv, heads, positions)
     if heads.shared:
         return (q if out is None else out[0].copy_(q)), k, v
-    write_kv_ref(k, v, k_cache, v_cache, slots)
+    if heads.k_offset is not None:
+        k = k.float() - heads.k_offset
+    write_kv_ref(k, v, k_cache, v_cache, slots, *scales)
+    if k_cache.dtype != qkv.dtype or heads.k_offset is not None:
+        k, rounded = (
+            from_stored(to_stored(x, k_cache.dtype, scale), qkv.dtype, scale)
+            for x, scale in zip((k, v), scales, strict=True)
+        )
+        v.copy_(rounded)
     return (q, k, v) if out is None else (out[0].copy_(q), out[1].copy_(k), v)
 
 
@@ -61,14 +75,10 @@ def split_latent_ref(
 def write_latent_ref(inputs: AttentionInputs, slots: torch.Tensor) -> torch.Tensor:
     """`split_latent_ref`; keys and latents are written to flat `slots` int64 [T] of the caches. Returns the queries;
     the memory of `projected` may be used up."""
-    projected, heads, positions, k_cache, v_cache = inputs
+    projected, heads, positions, k_cache, v_cache, *scales = inputs
     assert isinstance(heads, LatentLayout)
     queries, key, latent = split_latent_ref(projected, heads, positions)
-    if k_cache.dtype == projected.dtype:
-        write_kv_ref(key, latent, k_cache, v_cache, slots)
-    else:  # torch copies no rows of FP8
-        key, latent, keys, values = (x.to(k_cache.dtype).view(torch.uint8) for x in (key, latent, k_cache, v_cache))
-        write_kv_ref(key, latent, keys, values, slots)
+    write_kv_ref(key, latent, k_cache, v_cache, slots, *scales)
     return queries
 
 

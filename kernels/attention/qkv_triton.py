@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.queries import AttentionInputs, LatentLayout
+from specbatch.kernels.attention.stored_kv_triton import from_stored, to_stored
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2
 
@@ -16,25 +17,24 @@ _PROGRAM = 2048  # elements of a program: several 16-byte accesses of a thread i
 def split_qkv_rope(
     inputs: AttentionInputs, slots: torch.Tensor, out: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`split_qkv_rope_write_ref`. K and V are cast to the type of the caches (FP8 too); the keys that it returns have
-    the type of qkv, for attention that does not read the cache."""
-    qkv, heads, positions, k_cache, v_cache = inputs
+    """`split_qkv_rope_write_ref`."""
+    qkv, heads, positions, k_cache, v_cache, k_scale, v_scale = inputs
     q, k_new = out or (qkv.new_empty(len(qkv), n, heads.dim) for n in (heads.count, heads.own_kv))
     rows, dim, kv = qkv.shape[0], heads.dim, heads.own_kv
     half = next_power_of_2(dim // 2)
     tile = max(1, _PROGRAM // (2 * half))
     lines = rows * (heads.count + 2 * kv)
     _split_qkv_rope[(cdiv(lines, tile),)](
-        qkv, heads.q_norm, heads.k_norm, heads.cos, heads.sin, positions, slots, q, k_cache, v_cache, k_new,
-        lines, heads.eps, COUNT=heads.count, KV=kv, DIM=dim, NORM=heads.q_norm is not None,
-        TILE=tile, HALF=half, num_warps=4 if tile * 2 * half <= 4096 else 8, **pdl(qkv),
+        qkv, heads.q_norm, heads.k_norm, heads.cos, heads.sin, positions, slots, q, k_cache, v_cache, k_scale,
+        v_scale, heads.k_offset, k_new, lines, heads.eps, COUNT=heads.count, KV=kv, DIM=dim,
+        NORM=heads.q_norm is not None, TILE=tile, HALF=half, num_warps=4 if tile * 2 * half <= 4096 else 8, **pdl(qkv),
     )  # fmt: skip
     return q, k_new[:, :kv], qkv.view(len(qkv), -1, dim)[:, heads.count + kv :]
 
 
 @triton.jit(do_not_specialize=["lines"])
 def _split_qkv_rope(
-    qkv, q_norm, k_norm, cos, sin, positions, slots, q, k_cache, v_cache, k_new,
+    qkv, q_norm, k_norm, cos, sin, positions, slots, q, k_cache, v_cache, k_scale, v_scale, k_offset, k_new,
     lines, eps, COUNT: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, NORM: tl.constexpr,
     TILE: tl.constexpr, HALF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -83,13 +83,28 @@ def _split_qkv_rope(
     slot = tl.load(slots + token, mask=real, other=0)
     to_k = (real & is_k)[:, None] & inside[None, :]
     key = (slot * KV + head - COUNT)[:, None] * DIM + column[None, :]
-    kept: tl.constexpr = k_cache.dtype.element_ty
-    tl.store(k_cache + key, y1.to(kept), mask=to_k)
-    tl.store(k_cache + key + half, y2.to(kept), mask=to_k)
     to_v = (real & is_v)[:, None] & inside[None, :]
     value = (slot * KV + head - COUNT - KV)[:, None] * DIM + column[None, :]
-    tl.store(v_cache + value, y1.to(kept), mask=to_v)
-    tl.store(v_cache + value + half, y2.to(kept), mask=to_v)
+    k_by, v_by = k_scale, v_scale
+    if k_scale is not None:
+        k_by = tl.load(k_scale + head - COUNT, real & is_k, 1.0)[:, None]
+    if v_scale is not None:
+        v_by = tl.load(v_scale + head - COUNT - KV, real & is_v, 1.0)[:, None]
+    kept: tl.constexpr = k_cache.dtype.element_ty
+    k1, k2 = y1, y2
+    if k_offset is not None:
+        less = k_offset + (head - COUNT)[:, None] * DIM + column[None, :]
+        k1, k2 = k1.to(tl.float32) - tl.load(less, to_k, 0.0), k2.to(tl.float32) - tl.load(less + half, to_k, 0.0)
+    k1, k2 = to_stored(k1, k_by, kept), to_stored(k2, k_by, kept)
+    v1, v2 = to_stored(y1, v_by, kept), to_stored(y2, v_by, kept)
+    tl.store(k_cache + key, k1, mask=to_k)
+    tl.store(k_cache + key + half, k2, mask=to_k)
+    tl.store(v_cache + value, v1, mask=to_v)
+    tl.store(v_cache + value + half, v2, mask=to_v)
+    if kept != dtype or k_offset is not None:  # later passes read what is stored, so this one does, too
+        y1, y2 = from_stored(k1, k_by, dtype), from_stored(k2, k_by, dtype)
+        tl.store(source, from_stored(v1, v_by, dtype), mask=to_v)
+        tl.store(source + half, from_stored(v2, v_by, dtype), mask=to_v)
     keep = k_new + (token * KV + head - COUNT)[:, None] * DIM + column[None, :]
     tl.store(keep, y1, mask=to_k)
     tl.store(keep + half, y2, mask=to_k)
@@ -97,11 +112,11 @@ def _split_qkv_rope(
 
 def write_latent(inputs: AttentionInputs, slots: torch.Tensor) -> torch.Tensor:
     """`write_latent_ref`, in place: the queries are a view of `projected`."""
-    projected, heads, positions, k_cache, v_cache = inputs
+    projected, heads, positions, k_cache, v_cache, k_scale, v_scale = inputs
     assert isinstance(heads, LatentLayout)
     half = (heads.dim - heads.rank) // 2
     _write_latent[(len(projected),)](
-        projected, positions, slots, heads.cos, heads.sin, k_cache, v_cache,
+        projected, positions, slots, heads.cos, heads.sin, k_cache, v_cache, k_scale, v_scale,
         COUNT=heads.count, ROWS=next_power_of_2(heads.count + 1), RANK=heads.rank,
         BLOCK_R=next_power_of_2(heads.rank), HALF=half, BLOCK_H=next_power_of_2(half),
         INTERLEAVED=heads.interleaved, num_warps=4, enable_fp_fusion=False,
@@ -111,7 +126,7 @@ def write_latent(inputs: AttentionInputs, slots: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _write_latent(
-    projected, positions, slots, cos, sin, k_cache, v_cache,
+    projected, positions, slots, cos, sin, k_cache, v_cache, k_scale, v_scale,
     COUNT: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr,
     HALF: tl.constexpr, BLOCK_H: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -138,8 +153,13 @@ def _write_latent(
     is_key = there & (row == COUNT)
     stored: tl.constexpr = k_cache.dtype.element_ty
     place = k_cache + slot * (2 * HALF) + step * pair + row * 0
-    tl.store(place, y1.to(stored), is_key)
-    tl.store(place + apart, y2.to(stored), is_key)
+    k_by, v_by = k_scale, v_scale
+    if k_scale is not None:
+        k_by = tl.load(k_scale)
+    if v_scale is not None:
+        v_by = tl.load(v_scale)
+    tl.store(place, to_stored(y1, k_by, stored), is_key)
+    tl.store(place + apart, to_stored(y2, k_by, stored), is_key)
     column = tl.arange(0, BLOCK_R)
     latent = tl.load(projected + (token * (COUNT + 1) + COUNT) * dim + column, column < RANK, 0.0)
-    tl.store(v_cache + slot * RANK + column, latent.to(stored), column < RANK)
+    tl.store(v_cache + slot * RANK + column, to_stored(latent, v_by, stored), column < RANK)

@@ -23,7 +23,9 @@ class QKVLayout:
     q_norm, k_norm: RMSNorm weights [dim] with `eps`, or both None; cos, sin: tables [positions, dim] of `rope_table`,
     in the model's type. window: a query sees that many keys, itself included; None is all. sinks: float32 [count], the
     logit of each query head's attention sink, which is in the softmax's denominator and has no value (Xiao et al.,
-    2023; gpt-oss); None is none. shared: rows have query heads only. The keys and values are those of an earlier layer,
+    2023; gpt-oss); None is none. k_offset: float32 [kv, dim], subtracted from rotated keys before they are stored and
+    used: that changes all scores of a query alike, and so no softmax without a sink; None is 0. shared: rows have query
+    heads only. The keys and values are those of an earlier layer,
     which has written them to the cache, also those of this pass; k_norm is not used.
     """
 
@@ -37,6 +39,7 @@ class QKVLayout:
     sin: torch.Tensor
     window: int | None = None
     sinks: torch.Tensor | None = None
+    k_offset: torch.Tensor | None = None
     shared: bool = False
 
     @property
@@ -85,7 +88,9 @@ class AttentionInputs(NamedTuple):
     heads             how its rows split
     positions         int64 [T]
     k_cache, v_cache  of the layer: [pages, page_size, kv, dim] both; of a `LatentLayout` [pages, page_size, 1, dim -
-                      rank] and [pages, page_size, 1, rank]. In the model's type or float8_e4m3fn (a plain cast)
+                      rank] and [pages, page_size, 1, rank]. In the model's type or float8_e4m3fn
+    k_scale, v_scale  float32 [kv], of latents [1]: the caches hold keys and values divided by these; None is 1. See
+                      `stored_kv`
     """
 
     projected: torch.Tensor
@@ -93,6 +98,8 @@ class AttentionInputs(NamedTuple):
     positions: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -123,11 +130,13 @@ class PrefillInputs(NamedTuple):
     """What prefill attention of one layer reads: the query rows of `spans`, whose keys and values lie in the caches.
 
     q             [T, count, dim]
-    k_new, v_new  [T, kv, dim] (views will do): the keys and values of the pass itself, or None
+    k_new, v_new  [T, kv, dim] (views will do): the keys and values of the pass itself, rounded as the caches hold
+                  them, so that it does not matter which are read; or None
     caches        [pages, page_size, kv, dim]
     window        a query sees that many keys, itself included; 0 is all
     out           memory for the result, used if the backend can
     sinks         float32 [count]: see `QKVLayout`
+    scales        float32 [kv], of the caches: see `AttentionInputs`
     """
 
     q: torch.Tensor
@@ -139,6 +148,8 @@ class PrefillInputs(NamedTuple):
     window: int = 0
     out: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
 
 class Mask(NamedTuple):
@@ -148,6 +159,21 @@ class Mask(NamedTuple):
 
     causal: bool = True
     window: int | None = None
+
+
+class SharedPrefixes(NamedTuple):
+    """Prefixes that sequences of a decode pass share page by page: the pages are full, and the pass writes none of
+    them. Tensors of fixed sizes, so that a CUDA graph holds for any division into groups.
+
+    lengths  int32 [B]: keys of the prefix that each sequence shares, a multiple of the page size; 0: none
+    members  int32 [M]: sequences, those of a group side by side
+    groups   int32 [3, G]: the first of each group in `members`, how many they are, and the keys of their prefix. G is a
+             power of two; where there are fewer groups, counts are 0
+    """
+
+    lengths: torch.Tensor
+    members: torch.Tensor
+    groups: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -164,6 +190,8 @@ class DecodeQueries:
                  stored at key lengths + first_node + i
     packed       of a verify with chains of different lengths, the rows that it has: at most `num_queries` for each
                  sequence, R in all; None: all. The cache holds no valid keys for the other queries
+    prefixes     that sequences share, whose keys are then read once for each group of them; None: none. Layers with a
+                 window read them for each sequence
     """
 
     page_table: torch.Tensor
@@ -175,6 +203,7 @@ class DecodeQueries:
     ancestors: torch.Tensor | None = None
     first_node: int = 0
     packed: PackedRows | None = None
+    prefixes: SharedPrefixes | None = None
 
 
 # Attention of a decode pass in one layer: [T, count * dim], of latents [T, count * rank]. Of packed rows T is R.

@@ -11,6 +11,7 @@ from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.common.upload import upload, upload_to
 
 _MOST_SIZES = 4  # of tiles in one pass
+_PAGE = 128  # tokens, of a cache of these spans alone: kernels copy such pages in bulk
 
 
 class RaggedBatch:
@@ -79,6 +80,26 @@ class RaggedBatch:
         place = torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]
         row, place = upload(torch.stack([torch.tensor(self.rows)[owner], place]), self.page_table.device)
         return kv_slots(self.page_table, row, place, self.page_size)
+
+    @property
+    def padded_keys(self) -> int:
+        """Of all spans in whole pages of their own."""
+        return sum(-(-end // _PAGE) * _PAGE for end in self.ends)
+
+    @cached_property
+    def alone(self) -> tuple[torch.Tensor, RaggedBatch]:
+        """For a cache of the keys of these spans alone, span by span in whole pages: the KV slot of each, int64 [padded
+        keys], that of the span's first key for padding; and the spans in such a cache."""
+        counts, device = [-(-end // _PAGE) for end in self.ends], self.page_table.device
+        firsts = torch.tensor(_running(counts)[:-1])
+        table = upload(torch.arange(max(counts)) + firsts[:, None], device)
+        owner = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        start = (torch.arange(len(owner)) - firsts[owner]) * _PAGE
+        rows, ends = torch.tensor(self.rows)[owner], torch.tensor(self.ends)[owner]
+        row, start, end = upload(torch.stack([rows, start, ends]), device)[..., None]
+        place = start + torch.arange(_PAGE, device=device)
+        slots = kv_slots(self.page_table, row, torch.where(place < end, place, 0), self.page_size)
+        return slots.flatten(), RaggedBatch(self.starts, self.ends, list(range(len(counts))), table, _PAGE)
 
 
 class StaticRaggedBatch(RaggedBatch):

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from specbatch.kernels.common.upload import upload
+
 
 class PackedRows(NamedTuple):
     """Where the R packed rows of B sequences are in the rectangle [B, N], and back.
@@ -47,3 +49,9 @@ def pack_rows(counts: torch.Tensor, most: int, total: int) -> PackedRows:
     places = counts.new_zeros(total + 1)
     places[torch.where(exists.flatten(), rows, total)] = torch.arange(len(rows), device=counts.device)
     return PackedRows(places[:total], rows, firsts)
+
+
+def rows_of_groups(first: int, others: int, most: int, device: torch.device) -> PackedRows:
+    """Packed rows of so many sequences with `most` rows each, and after them others with one row."""
+    counts = upload([most] * first + [1] * others, device)
+    return pack_rows(counts, most, first * most + others)

@@ -22,6 +22,13 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
 
 
 @triton.jit
+def gdc_wait(PDL: tl.constexpr):
+    """The same, after `let_next_kernel_start`."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def wait_in_loop(PDL: tl.constexpr):
     """`wait_for_previous_kernel` within a loop whose loads of weights come before it. In assembly: Triton 3.9 gives a
     loop with the operation no pipeline of loads."""

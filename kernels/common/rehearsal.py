@@ -41,12 +41,6 @@ def is_rehearsing() -> bool:
     return _missed.get() is not None
 
 
-def values_needed(by: str) -> None:
-    """Call it before what would run in a rehearsal, too: functions of other libraries."""
-    if is_rehearsing():
-        raise ValueNeededError(by)
-
-
 @contextmanager
 def rehearsing() -> Iterator[list[str]]:
     """Within this context nothing is computed. Raises ValueNeededError where a value is needed; what `rehearse` could
@@ -61,7 +55,7 @@ def rehearsing() -> Iterator[list[str]]:
 
 
 def rehearse(program: Callable[[], object]) -> None:
-    """Run a program in the current rehearsal as far as it needs no values: a call of another library is one."""
+    """Run a program in the current rehearsal as far as it needs no values."""
     try:
         program()
     except ValueNeededError as error:

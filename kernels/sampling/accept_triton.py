@@ -127,7 +127,8 @@ def _commit_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
     GIVEN: tl.constexpr,  # `accepted` is an input
-    DEPTH: tl.constexpr,  # length of `thresholds`; 0: acceptance is not simulated
+    DEPTH: tl.constexpr,  # how many of the thresholds are used; 0: acceptance is not simulated
+    WIDTH: tl.constexpr,  # of `simulated_accept`
     PDL: tl.constexpr,
 ):
     wait_for_previous_kernel(PDL)
@@ -138,7 +139,7 @@ def _commit_kernel(
     length = tl.load(lengths + row)
     limit = tl.load(drafted + sequence)
     if DEPTH:
-        count = simulated_accept(tl.load(seeds + sequence), length, limit, thresholds, DEPTH, BLOCK_N)
+        count = simulated_accept(tl.load(seeds + sequence), length, limit, thresholds, DEPTH, WIDTH, BLOCK_N)
     elif GIVEN:
         count = tl.load(accepted + sequence)
     else:
@@ -211,7 +212,7 @@ class Chosen(NamedTuple):
         """Launch arguments of kernels that commit N = n nodes. simulate: see `commit`."""
         chunks = self.tokens.shape[1] if self.finite is None else 0
         # A step that drafts less than the most (draft_tokens="auto") uses the first of the thresholds.
-        depth = 0 if simulate is None else min(len(simulate), n - 1)
+        depth = 0 if simulate is None else min(simulate.shape[-1], n - 1)
         return {
             "partials": self.tokens,
             "finite": self.tokens if self.finite is None else self.finite,
@@ -221,6 +222,7 @@ class Chosen(NamedTuple):
             "BLOCK_CHUNKS": next_power_of_2(chunks) if chunks else 0,
             "thresholds": self.tokens if simulate is None else simulate,
             "DEPTH": depth,
+            "WIDTH": simulate.shape[1] if simulate is not None and simulate.dim() == 2 else 0,
             **pdl(self.tokens),
         }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+CONTEXT_ROWS = 8 * 24  # of simulated acceptance by context: up to 2^24 tokens
 
 # One stream per use, so that two samples at the same position never share a random number.
 TARGET, ACCEPT, RESIDUAL, DRAFT, SIMULATED = range(5)
@@ -56,9 +58,12 @@ def simulated_accept_ref(
     """Simulated numbers of accepted drafts, for benchmarks: int64 [B] for seeds, lengths and drafted, int64 [B].
 
     Draft j, whose token is at position lengths + j, is accepted if all before it are and its random number is below
-    thresholds[j - 1]. thresholds int64 [D]: see `acceptance_thresholds`; further drafts are never accepted.
+    thresholds[j - 1], or by context below thresholds[context_row(lengths), j - 1]. thresholds int64 [D] or
+    [CONTEXT_ROWS, D]: see `acceptance_thresholds`; further drafts are never accepted.
     """
-    place = torch.arange(len(thresholds), device=seeds.device)
+    place = torch.arange(thresholds.shape[-1], device=seeds.device)
+    if thresholds.dim() == 2:
+        thresholds = thresholds[context_row_ref(lengths)]
     numbers = uniform_ref(seeds[:, None], lengths[:, None] + 1 + place, SIMULATED) * 2.0**53
     accepted = (numbers < thresholds) & (place < drafted[:, None])
     return accepted.long().cumprod(-1).sum(-1)
@@ -68,3 +73,18 @@ def acceptance_thresholds(conditional: Sequence[float], device: torch.device) ->
     """2^53 times the probability that each draft is accepted if all before it are, rounded up: int64 [D]. A random
     number of 53 bits is below it with exactly that probability."""
     return torch.tensor([math.ceil(p * 2**53) for p in conditional], dtype=torch.int64, device=device)
+
+
+def thresholds_by_context(conditional: Callable[[float], Sequence[float]], device: torch.device) -> torch.Tensor:
+    """`acceptance_thresholds` by length of the context: int64 [CONTEXT_ROWS, D]. conditional: the probabilities at a
+    context of so many tokens."""
+    middles = (2 ** (row // 8) * (1 + (row % 8 + 0.5) / 8) for row in range(CONTEXT_ROWS))
+    return torch.stack([acceptance_thresholds(conditional(length), device) for length in middles])
+
+
+def context_row_ref(lengths: torch.Tensor) -> torch.Tensor:
+    """The row of contexts of so many tokens, eight for each power of two: int64, like lengths. Whole numbers only, so
+    that every device finds the same row."""
+    powers = 1 << torch.arange(1, 32, device=lengths.device)
+    exponent = (lengths[..., None] >= powers).sum(-1)
+    return (8 * exponent + ((lengths << 3 >> exponent) & 7)).clamp(max=CONTEXT_ROWS - 1)

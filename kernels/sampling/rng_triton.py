@@ -8,6 +8,7 @@ import triton.language as tl
 from specbatch.kernels.sampling import rng
 
 _GOLDEN, _MIX1, _MIX2 = (tl.constexpr(value) for value in (rng.GOLDEN, rng.MIX1, rng.MIX2))
+_ROWS = tl.constexpr(rng.CONTEXT_ROWS)
 _SIMULATED = tl.constexpr(rng.stream_offset(rng.SIMULATED))
 
 
@@ -31,9 +32,17 @@ def verify_keys(positions, root):
 
 
 @triton.jit
-def simulated_accept(seed, length, drafted, thresholds, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
-    """`rng.simulated_accept_ref` of one row, with thresholds int64 [DEPTH]; BLOCK: at least DEPTH + 1."""
+def simulated_accept(
+    seed, length, drafted, thresholds, DEPTH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """`rng.simulated_accept_ref` of one row, with the first DEPTH of the thresholds; WIDTH: their columns, if there is
+    a row for each length of the context, else 0; BLOCK: at least DEPTH + 1."""
     place = tl.arange(0, BLOCK)
+    if WIDTH:
+        powers = tl.full([32], 2, tl.int64) << tl.arange(0, 32)
+        exponent = tl.sum((length >= powers).to(tl.int64), 0)
+        row = 8 * exponent + (((length << 3) >> exponent) & 7)
+        thresholds += tl.minimum(row, _ROWS - 1) * WIDTH
     threshold = tl.load(thresholds + place, place < DEPTH, other=0)
     rejected = (random_bits(seed, length + 1 + place, _SIMULATED) >= threshold) | (place >= drafted)
     return tl.min(tl.where(rejected, place, DEPTH), 0).to(tl.int64)

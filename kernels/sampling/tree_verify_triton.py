@@ -34,7 +34,8 @@ def _commit_tree_kernel(
     N: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
-    DEPTH: tl.constexpr,  # length of `thresholds`; 0: acceptance is not simulated
+    DEPTH: tl.constexpr,  # how many of the thresholds are used; 0: acceptance is not simulated
+    WIDTH: tl.constexpr,  # of `simulated_accept`
     PDL: tl.constexpr,
 ):
     wait_for_previous_kernel(PDL)
@@ -62,7 +63,7 @@ def _commit_tree_kernel(
     count = best // BLOCK_N - 1
     length_of_path = count + 1
     if DEPTH:
-        count = simulated_accept(tl.load(seeds + sequence), length, limit, thresholds, DEPTH, BLOCK_N)
+        count = simulated_accept(tl.load(seeds + sequence), length, limit, thresholds, DEPTH, WIDTH, BLOCK_N)
         taken = tl.where(count < length_of_path, taken, 1)  # the root alone: nodes stay in their order
         length_of_path = tl.where(count < length_of_path, length_of_path, 1)
     before = popcount(taken & (bit - 1))

@@ -4,6 +4,9 @@ A verify accepts its first drafts up to the first rejection, so a model is the c
 is accepted if all before it are. Then k drafts have the mean accept length 1 + p_1 + p_1 p_2 + ... + p_1 .. p_k, bonus
 token included: fewer drafts of the same model are accepted as often, position by position.
 
+Acceptance may fall as the context grows: a profile by context has probabilities for some lengths. Between these they
+are linear in the logarithm of the length, beyond them constant.
+
 A single mean accept length gives the geometric model, with one p for all positions. A profile has a p for each: written
 down, counted in a run, or from a golden acceptance curve, which lists the mean accept length for numbers of drafts as
 SemiAnalysis' InferenceX publishes them. Between the numbers that a curve lists, p is constant. Each length of a
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from operator import mul
 from pathlib import Path
@@ -43,11 +46,13 @@ class AcceptanceProfile:
     name   of the model, as tables show it
     curve  numbers of drafts with their mean accept lengths, if the probabilities follow from these; those of fewer
            drafts are then fitted to the first of them
+    by_context  by length of the context in tokens, rising, if they depend on it; `conditional` is that of the shortest
     """
 
     name: str
     conditional: tuple[float, ...]
     curve: tuple[tuple[int, float], ...] = ()
+    by_context: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -60,6 +65,12 @@ class AcceptanceProfile:
     def of_drafts(self, count: int) -> AcceptanceProfile:
         """The first `count` positions. None is reached after a draft that is never accepted, so their probability is 0.
         Refused: a profile that has fewer, and values that are no probabilities."""
+        if self.by_context:
+            parts = [
+                (length, replace(self, conditional=p, by_context=()).of_drafts(count).conditional)
+                for length, p in self.by_context
+            ]
+            return replace(self, conditional=parts[0][1], by_context=tuple(parts))
         have = len(self.conditional)
         if have < count and not (have and self.conditional[-1] == 0):
             works = f"has {counted(have, 'position')}, but {counted(count, 'token')} would be drafted in a row"
@@ -74,6 +85,17 @@ class AcceptanceProfile:
                 works = f"the probability of draft {place + 1} is {p:.6g}; use 0 to 1{fewer}"
                 raise refuse(SETTING, self.name, works)
         return AcceptanceProfile(self.name, conditional + (0.0,) * (count - have))
+
+    def at(self, context: float) -> tuple[float, ...]:
+        """The probabilities at a context of so many tokens."""
+        if not self.by_context:
+            return self.conditional
+        after = next((place for place, (length, _) in enumerate(self.by_context) if length >= context), None)
+        if not after:
+            return self.by_context[-1 if after is None else 0][1]
+        (short, ps), (long, qs) = self.by_context[after - 1 : after + 1]
+        share = math.log(context / short) / math.log(long / short)
+        return tuple(p + share * (q - p) for p, q in zip(ps, qs, strict=True))
 
 
 def geometric(mean: float, count: int) -> AcceptanceProfile:
@@ -114,12 +136,17 @@ def read_profile(text: str) -> AcceptanceProfile:
     if path.is_dir():
         path /= "record.json"
     found = read_yaml(SETTING, path, FORMS) if path.suffix in _YAML else read_json(SETTING, path, FORMS)
-    if isinstance(found, list):
+    is_by_context = isinstance(found, dict) and bool(found) and all(isinstance(p, list) for p in found.values())
+    if isinstance(found, list) or (is_by_context and "conditional" not in found):
         found = {"conditional": found}
     if not isinstance(found, dict):
         raise refuse(SETTING, text, f"is not a profile; {FORMS}")
     if "conditional" in found:
-        return AcceptanceProfile(str(found.get("name", text)), _conditional(text, found["conditional"]))
+        name, listed = str(found.get("name", text)), found["conditional"]
+        if not isinstance(listed, dict):
+            return AcceptanceProfile(name, _conditional(text, listed))
+        contexts = _contexts(text, listed)
+        return AcceptanceProfile(name, contexts[0][1], by_context=contexts)
     if "counters" in found:
         return _of_record(text, found["counters"])
     return _of_curves(text, curve, dict(_curves(found)))
@@ -159,6 +186,17 @@ def _conditional(text: str, found: Any) -> tuple[float, ...]:
     if not isinstance(found, list) or not found or not all(map(is_number, found)):
         raise refuse(SETTING, text, '"conditional" must list probabilities, one per draft position')
     return tuple(map(float, found))
+
+
+def _contexts(text: str, found: Mapping[Any, Any]) -> tuple[tuple[int, tuple[float, ...]], ...]:
+    lengths = [_number(key) for key in found]
+    if not lengths or not all(length is not None and length >= 1 and length == int(length) for length in lengths):
+        works = f'"conditional" by context needs lengths in tokens such as "512", but has {", ".join(map(repr, found))}'
+        raise refuse(SETTING, text, works)
+    rows = sorted((int(key), _conditional(text, values)) for key, values in found.items())
+    if len({len(values) for _, values in rows}) > 1:
+        raise refuse(SETTING, text, "each context must list as many probabilities")
+    return tuple(rows)
 
 
 def _of_record(text: str, counters: Any) -> AcceptanceProfile:

@@ -6,7 +6,7 @@ It is built once per pass. `bind` joins it to a model's cache; the result is wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -97,7 +97,7 @@ class BoundDecode:
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         cache, masks = self.cache, self.metadata.masks
         mask = Mask(window=heads.window) if masks is None else masks[layer]
-        return self.attention(AttentionInputs(qkv, heads, positions, cache.k[layer], cache.v[layer]), mask)
+        return self.attention(AttentionInputs(qkv, heads, positions, *cache.layers[layer]), mask)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:
         metadata, states, packed = self.metadata, self.cache.states, self.metadata.packed
@@ -122,10 +122,11 @@ def split_into_passes(chunks: list[PromptChunk], most: int) -> Iterator[list[Pro
     """Group chunks into passes of up to `most` tokens; a chunk that does not fit into what is left is cut."""
     part: list[PromptChunk] = []
     left = most
-    for slot, start, end in ((chunk.slot, chunk.start, chunk.end) for chunk in chunks):
+    for chunk in chunks:
+        start, end = chunk.start, chunk.end
         while start < end:
             count = min(left, end - start)
-            part.append(PromptChunk(slot, start, start + count))
+            part.append(replace(chunk, start=start, end=start + count))
             start, left = start + count, left - count
             if not left:
                 yield part
@@ -228,13 +229,13 @@ class _PrefillContext:
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         # All keys first: a sequence may read a page that another one of this very pass fills.
         kv_slots, spans = self.metadata.kv_slots, self.metadata.spans
-        caches = self.cache.k[layer], self.cache.v[layer]
-        inputs = AttentionInputs(qkv, heads, positions, *caches)
+        k_cache, v_cache, *scales = self.cache.layers[layer]
+        inputs = AttentionInputs(qkv, heads, positions, k_cache, v_cache, *scales)
         if isinstance(heads, LatentLayout):
             return latent_prefill(inputs, kv_slots, spans)
         q, *new = split_qkv_rope(inputs, kv_slots)
         k, v = new if not heads.shared else (None, None)
-        prompt = PrefillInputs(q, k, v, *caches, spans, heads.window or 0, sinks=heads.sinks)
+        prompt = PrefillInputs(q, k, v, k_cache, v_cache, spans, heads.window or 0, None, heads.sinks, *scales)
         return self.cache.attention(prompt).flatten(1)
 
     def recur(self, layer: int, projected: torch.Tensor, mixer: RecurrentOp) -> torch.Tensor:

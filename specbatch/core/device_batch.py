@@ -12,11 +12,15 @@ from specbatch.core.sampling import Sampling, SamplingFlags
 from specbatch.core.sampling_params import MOST_BAD_WORDS, MOST_BIASES, MOST_WORD_TOKENS
 from specbatch.core.token_constraint import Constraint
 from specbatch.grammar.token_automaton import FREE
+from specbatch.kernels.attention.queries import SharedPrefixes
+from specbatch.kernels.common.packed_rows import PackedRows, rows_of_groups
+from specbatch.kernels.common.rehearsal import is_rehearsing
 from specbatch.kernels.common.upload import upload, upload_to
 from specbatch.kernels.elementwise.gather_rows import gather_rows
 from specbatch.kernels.sampling.accept import BatchRows
 from specbatch.kernels.sampling.verify_inputs import verify_inputs
 from specbatch.memory.grammar_pool import CELLS
+from specbatch.memory.shared_prefixes import MOST_GROUPS, PrefixGroups
 
 MOST_END_TOKENS = 64  # of a request with `min_tokens`
 # Columns of the rows of requests: seed, end_from, prompt and grammar; floats as their bits; end tokens
@@ -87,8 +91,11 @@ class DeviceBatch:
         self._banned = torch.full(shape, ANY, dtype=torch.int64, device=device)
         # Of grammars. It never moves, because graphs hold its address.
         self._tables = torch.empty(CELLS, dtype=torch.int16, device=device)
+        # Of shared prefixes: groups, lengths and members.
+        self._prefixes = torch.zeros(3 * MOST_GROUPS + 2 * slots, dtype=torch.int32, device=device)
         self._restricted: set[int] = set()  # slots with biases or bad words
         self._filled: dict[int, torch.Tensor] = {}
+        self._groups: dict[tuple[int, int, int], PackedRows] = {}
 
     def admit(self, admissions: list[Admission]) -> None:
         """Write the rows of requests that were given a slot."""
@@ -145,11 +152,45 @@ class DeviceBatch:
             self._filled[number] = torch.full((self.slots + 1,), number, dtype=torch.int64, device=self.device)
         return self._filled[number][: len(slots)]
 
+    def groups(self, first: int, others: int, most: int) -> PackedRows:
+        """`rows_of_groups`. Made once and shared."""
+        found = self._groups.get((first, others, most))
+        if found is None:
+            found = rows_of_groups(first, others, most, self.device)
+            if not is_rehearsing():  # there they have no values
+                self._groups[first, others, most] = found
+        return found
+
+    def place(self, count: int, length: int, pages: int) -> None:
+        """For measurements, while no request has a slot: give slots 1..count contexts of so many tokens with different
+        newest tokens, and `pages` pages of their own. With 0, as they were."""
+        self.lengths[1:] = 0
+        self.page_table[1:] = 0
+        if count:
+            own = torch.arange(count * pages, device=self.device).view(count, pages)
+            self.page_table[1 : count + 1, :pages] = own + 1
+            self.lengths[1 : count + 1] = length
+            self.tokens[1 : count + 1, length] = torch.arange(count, device=self.device) % 128
+
     def add_pages(self, pages: list[tuple[int, int, int]]) -> None:
         """Extend page rows: (slot, index in its row, page) each."""
         if pages:
             slot, index, page = upload(pages, self.device).unbind(1)
             self.page_table[slot, index] = page
+
+    def share_prefixes(self, found: PrefixGroups) -> None:
+        """Write the groups of the next steps, whose requests are in the order of `found`."""
+        values = np.zeros(len(self._prefixes), np.int32)
+        first = 0
+        for part, room in ((found.groups, 3 * MOST_GROUPS), (found.lengths, self.slots), (found.members, self.slots)):
+            values[first : first + part.size] = part.reshape(-1)
+            first += room
+        upload_to(self._prefixes, values)
+
+    def shared_prefixes(self, count: int) -> SharedPrefixes:
+        """Of a step over `count` requests, at fixed addresses."""
+        groups, lengths, members = self._prefixes.split([3 * MOST_GROUPS, self.slots, self.slots])
+        return SharedPrefixes(lengths[:count], members, groups.view(3, MOST_GROUPS))
 
     def look_up(self, slots: torch.Tensor, flags: SamplingFlags) -> tuple[torch.Tensor, Sampling]:
         """KV lengths [B] and sampling parameters of slots [B]."""

@@ -9,7 +9,7 @@ import torch
 from specbatch.core.attention_metadata import DecodeMetadata
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.sampling import Sampling
-from specbatch.kernels.attention.queries import Mask
+from specbatch.kernels.attention.queries import Mask, SharedPrefixes
 from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.sampling.accept import Proposal
@@ -26,6 +26,7 @@ class StepInput:
     num_drafts  tokens to draft after each root (of a tree: its nodes), at most those that the drafter was built for
     bound       no KV is longer than this after the step
     needs_confidence  whether the proposal shall have one, if the drafter can
+    prefixes    that requests share, for attention that reads them once; None: none
     """
 
     batch: DeviceBatch
@@ -36,6 +37,7 @@ class StepInput:
     bound: int
     sampling: Sampling
     needs_confidence: bool = False
+    prefixes: SharedPrefixes | None = None
 
     def verified(self, accepted: torch.Tensor) -> VerifiedRows:
         """The requests after a verify that accepted so many drafts [B] of each."""
@@ -63,5 +65,6 @@ class StepInput:
             ancestors,
             first_node,
             packed,
+            self.prefixes,
             masks,
         )

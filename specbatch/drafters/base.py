@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -50,7 +50,8 @@ class Drafter(Protocol):
         """Called with a step's input before it runs, if it drafts fewer tokens than the step before it."""
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
-        """Update the draft state for tokens that steps without drafts committed (see `DraftPlan.idle_at_zero`)."""
+        """Update the draft state for tokens that were computed without it, from the tokens alone (see
+        `DraftPlan.catch_up`)."""
 
     def diagnose(self, completions: Sequence[Completion]) -> str | None:
         """Examine the completions of a run in which hardly any first draft was accepted, with nothing in flight.
@@ -73,7 +74,9 @@ class DraftPlan:
     scratch_slots     KV slots, from the root's on, that it writes to while drafting
     uncached_tail     of a finished request, so many of the newest positions may lack the draft's keys and values
     embedded          embedded tokens that it keeps of each token of a prompt pass, next to the model's activations
-    idle_at_zero      it does not run in steps without drafts, and has to catch up before it drafts again
+    catch_up          how it learns of tokens that were computed while it did not run: "none": it has to run in every
+                      step, or keeps nothing of a text; "draft": by itself, from the tokens; "target": from features,
+                      for which the target runs again
     """
 
     build: Callable[[Decoder, Loader], Drafter]
@@ -88,7 +91,7 @@ class DraftPlan:
     scratch_slots: int = 0
     uncached_tail: int = 1
     embedded: int = 0
-    idle_at_zero: bool = False
+    catch_up: Literal["none", "draft", "target"] = "none"
 
     def divided(self, ranks: int) -> DraftPlan:
         """The plan of one of `ranks` ranks over which the draft is divided as the target is."""

@@ -48,7 +48,9 @@ class DFlashDrafter(NoDraft):
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         context = self._context(features)
-        write_context_kv(context, self._model.heads, *self._stores, metadata.positions, metadata.kv_slots)
+        write_context_kv(
+            context, self._model.heads, *self._stores, metadata.positions, metadata.kv_slots, *self._scales
+        )
 
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
@@ -57,7 +59,9 @@ class DFlashDrafter(NoDraft):
         return self._choose(step, hidden, roots)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
-        write_verified_kv(self._context(features), self._model.heads, *self._stores, step.verified(accepted))
+        write_verified_kv(
+            self._context(features), self._model.heads, *self._stores, step.verified(accepted), *self._scales
+        )
 
     def _fill(self, step: StepInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the block. Returns its hidden states [B, rows, H], and the roots int64 [B]."""
@@ -104,6 +108,10 @@ class DFlashDrafter(NoDraft):
     @property
     def _stores(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self._cache.keys, self._cache.values
+
+    @property
+    def _scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self._cache.k_scales, self._cache.v_scales
 
 
 class DFlashTree(DFlashDrafter):
@@ -207,6 +215,7 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
         aux=shape.target_layers,
         num_drafts=None if is_tree else count,
         scratch_slots=count + 1 if is_tree else 0,
+        catch_up="target" if asked.is_auto else "none",
     )
 
 

@@ -293,7 +293,7 @@ def _plan(
         own,
         scratch_slots=shape.draft_slots if is_tree else 0,
         uncached_tail=shape.steps if is_tree else 1 if asked.corpus is None else shape.tokens,
-        idle_at_zero=asked.is_auto,
+        catch_up="draft" if asked.is_auto else "none",
     )
 
 

@@ -76,7 +76,7 @@ class HeadPrefill:
         head, cache = self.head, self.cache
         embedded = [head.embed(*each) for each in zip(tokens, overrides, strict=True)]
         _, qkv = head.enter(embedded[0], head.project(taken), attend, embedded[1:])
-        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), positions, cache.k[-1], cache.v[-1]), slots)
+        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), positions, *cache.layers[-1]), slots)
 
 
 def attention_of(
@@ -91,9 +91,10 @@ class HeadPrefillGraphs(HeadPrefill):
     the last."""
 
     def __init__(self, head: DraftHead, cache: KVCache, recorder: Recorder, most: int) -> None:
-        """most: number of tokens of the largest pass."""
+        """most: number of tokens of the largest pass that is recorded."""
         super().__init__(head, cache)
         self._recorder = recorder
+        self.left_out: list[int] = []
         self._buckets = token_buckets(most)
         self._graphs = {bucket: [nothing] * head.depth for bucket in self._buckets}  # until they are recorded
         like, between = head.embedding, most if head.more else 0
@@ -114,18 +115,20 @@ class HeadPrefillGraphs(HeadPrefill):
         return len(self._buckets)
 
     def capture(self) -> Iterator[None]:
-        for bucket in reversed(self._buckets):
-            programs = [partial(self._segment, layer, bucket) for layer in range(self.head.depth)]
-            for program in programs:
-                self._recorder.warm(program)
-            self._graphs[bucket] = [self._recorder.record(program) for program in programs]
-            yield
+        yield from self._recorder.record_each(self._buckets, self._record, self._graphs.clear, self.left_out)
+
+    def _record(self, bucket: int) -> None:
+        programs = [partial(self._segment, layer, bucket) for layer in range(self.head.depth)]
+        for program in programs:
+            self._recorder.warm(program)
+        self._graphs[bucket] = [self._recorder.record(program) for program in programs]
 
     def __call__(self, tokens: Sequence[torch.Tensor], taken: torch.Tensor, metadata: PrefillMetadata) -> None:
         overrides = self._overrides(metadata)
         attend = attention_of(self.head, self.cache, metadata, metadata.positions)
-        if any(given is not None for given in overrides):
-            self.counters.fall_back("embeddings")
+        has_embeddings = any(given is not None for given in overrides)
+        if has_embeddings or len(taken) > self._buckets[-1]:
+            self.counters.fall_back("embeddings" if has_embeddings else "long pass")
             self._write(tokens, taken, metadata.positions, metadata.kv_slots, overrides, attend)
             return
         count = len(taken)
@@ -156,7 +159,7 @@ class HeadPrefillGraphs(HeadPrefill):
             self._x[:count].copy_(x)
             self._qkv[:count].copy_(qkv)
         else:
-            write_keys(AttentionInputs(qkv, head.heads_of(layer), positions, cache.k[-1], cache.v[-1]), slots)
+            write_keys(AttentionInputs(qkv, head.heads_of(layer), positions, *cache.layers[-1]), slots)
 
 
 class FeatureChain(NoDraft):
@@ -255,7 +258,7 @@ class FeatureChain(NoDraft):
             metadata = replace(metadata, bound=None)  # pairs that are not ready may be beyond it
             attend = attention_of(head, cache, metadata, due.positions)
         _, qkv = head.enter(due.embedded, due.hidden, attend)
-        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), due.positions, cache.k[-1], cache.v[-1]), slots)
+        write_keys(AttentionInputs(qkv, head.heads_of(head.depth - 1), due.positions, *cache.layers[-1]), slots)
 
     def _due(self, step: StepInput, most: int) -> PendingInputs:
         """Up to `most` buffered pairs per row. Rows with fewer ready pairs get invalid ones after them, whose positions
@@ -334,6 +337,7 @@ def head_plan(
         aux=aux,
         scratch_slots=shape.draft_slots,
         uncached_tail=shape.steps + 1,
+        catch_up="target" if config.speculation.is_auto else "none",
         embedded=1,
     )
 
@@ -353,6 +357,6 @@ def feature_chain(
     if loader.recorder is not None:
         prefill = HeadPrefillGraphs(head, cache, loader.recorder, loader.chunk)
     loader.forwards["draft"] = prefill
-    shape, slots = config.speculation.shape, config.max_running
+    shape, slots = config.speculation.shape, loader.page_table.shape[0] - 1
     kind = kind or (FeatureTree if config.speculation.drafts_trees else FeatureChain)
     return kind(head, cache, prefill, shape, slots, vocabulary, diagnosis)

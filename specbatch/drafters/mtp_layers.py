@@ -108,7 +108,7 @@ class LayerChain(FeatureChain):
             is_last = depth + 1 == head.depths
             if is_last and depth >= count:
                 slots = kv_slots(batch.page_table, step.slots.repeat_interleave(most), due.positions, step.page_size)
-                inputs = AttentionInputs(qkv, head.heads_of(depth), due.positions, cache.k[depth], cache.v[depth])
+                inputs = AttentionInputs(qkv, head.heads_of(depth), due.positions, *cache.layers[depth])
                 write_keys(inputs, slots)
                 break
             attended = attend(depth, qkv, head.heads_of(depth))

@@ -41,8 +41,8 @@ class KVCache:
     latent attention (see `latent_attention`), keys are the rotated parts of keys and values are latents.
 
     The layers' `k` and `v` are views of `keys` and `values` [layers, pages + 1, ...], which kernels that write to all
-    layers use. Each model of an engine (target, draft) has its own cache with the same page numbers, so that one page
-    table serves all of them.
+    layers use; `layers` has what `AttentionInputs` takes of each: k, v and their scales. Each model of an engine
+    (target, draft) has its own cache with the same page numbers, so that one page table serves all of them.
     """
 
     def __init__(
@@ -75,6 +75,18 @@ class KVCache:
             self.keys, self.values = pool.keys, pool.values
         self.k = self.keys.unbind()
         self.v = self.values.unbind()
+        self.set_scales(None, None)
+
+    def set_scales(self, k: torch.Tensor | None, v: torch.Tensor | None) -> None:
+        """k, v float32 [layers, kv_heads] on the cache's device: keys and values are stored divided by these, see
+        `stored_kv`; None: as they are. Before the cache is written or a graph recorded, which keeps their addresses."""
+        shape = len(self.k), self.keys.shape[3]
+        for scales in (k, v):
+            assert scales is None or (scales.shape == shape and scales.dtype == torch.float32), f"not float32 {shape}"
+        self.k_scales, self.v_scales = k, v
+        none = (None,) * len(self.k)
+        parts = (none if scales is None else scales.unbind() for scales in (k, v))
+        self.layers = list(zip(self.k, self.v, *parts, strict=True))
 
     @property
     def pages(self) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
+from specbatch.models.formats.cache_scales import cache_type
 from specbatch.models.formats.format import Format
 from specbatch.models.formats.registry import format_of
 from specbatch.models.formats.settings import KEY
@@ -67,9 +68,10 @@ class ModelConfig:
     qkv_bias, o_bias, mlp_bias: which projections have biases; qk_norm: a norm per head before rope (Qwen3).
     `eos_ids` and `bos_id` are those of the config; the tokenizer's list is the complete one. `dtype` is the dtype of
     the published checkpoint and `mtp_layers` the number of layers of its MTP draft head, None if the config does not
-    state them. quantization: of the checkpoint's weights, None if they have a dtype. ranks: the number of ranks over
-    which a model is divided, of which this is the config of one (see `models.partition`). windows: per layer, how
-    many keys a query sees, itself included (None: all); empty if no layer has a window.
+    state them. quantization: of the checkpoint's weights, None if they have a dtype; cache_type: of the KV cache that
+    it was made for (see `cache_scales`), None if it does not say. ranks: the number of ranks over which a model is
+    divided, of which this is the config of one (see `models.partition`). windows: per layer, how many keys a query
+    sees, itself included (None: all); empty if no layer has a window.
     """
 
     module: ClassVar[str] = "specbatch.models.families.llama"  # its functions `layer` and `final_norm` build the model
@@ -97,6 +99,7 @@ class ModelConfig:
     dtype: str | None = None
     mtp_layers: int | None = None
     quantization: Format | None = None
+    cache_type: str | None = None
     ranks: int = 1
     windows: tuple[int | None, ...] = ()
 
@@ -105,9 +108,9 @@ class ModelConfig:
         """Read a config.json. Raises SpecbatchError for a key and value that are not supported."""
         other = _other(config)
         quantization = format_of(config, () if other is None else other.methods)
-        if quantization is not None:
+        if config.get(KEY):
             read = ModelConfig.from_dict({key: value for key, value in config.items() if key != KEY})
-            return replace(read, quantization=quantization)
+            return replace(read, quantization=quantization, cache_type=cache_type(config[KEY]))
         if other is not None:
             return other.from_dict(config)
         family = _family(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from specbatch.core.attention_metadata import AttentionContext
 from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
+from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.elementwise.rope import rope_table
@@ -149,18 +150,28 @@ class Decoder:
     def with_positions(self, count: int, config: ModelConfig) -> Decoder:
         """This model with rope tables for positions 0..count-1; all weights are shared. config: this model's, with the
         rope for these positions."""
-        view = self._view()
-        view.config = config
         tables = layer_tables(config, count, self.dtype, self.device)
+        view = self._with_heads(lambda index, heads: replace(heads, cos=tables[index][0], sin=tables[index][1]))
+        view.config = config
+        return view
 
-        def moved(layer: Layer, table: Tables) -> Layer:
-            cos, sin = table
+    def with_k_offsets(self, offsets: Mapping[int, torch.Tensor]) -> Decoder:
+        """This model with these `QKVLayout.k_offset` of layers, by place; none for the others."""
+        return self._with_heads(
+            lambda index, heads: replace(heads, k_offset=None if heads.shared else offsets.get(self.places[index]))
+        )
+
+    def _with_heads(self, changed: Callable[[int, QKVLayout], QKVLayout]) -> Decoder:
+        """This model with other heads of its attention layers; all weights are shared."""
+
+        def layer(index: int, layer: Layer) -> Layer:
             mixer = layer.mixer
             if not isinstance(mixer, Attention):
                 return layer
-            return replace(layer, mixer=replace(mixer, heads=replace(mixer.heads, cos=cos, sin=sin)))
+            return replace(layer, mixer=replace(mixer, heads=changed(index, mixer.heads)))
 
-        view._set_layers((moved(*pair) for pair in zip(self.layers, tables, strict=True)), self._numbers)
+        view = self._view()
+        view._set_layers([layer(*each) for each in enumerate(self.layers)], self._numbers)
         return view
 
     def without(self, skipped: Iterable[int]) -> Decoder:

@@ -70,22 +70,26 @@ def denominators_note(runs: Iterable[Mapping[str, Any]]) -> str:
 def draft_length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:
     """How often each draft length was chosen, from the counters of one or more runs of a configuration, and its caps.
 
-    One line for each batch bucket with at least a twentieth of the steps; none where the length was fixed.
+    One line for each batch bucket with at least a twentieth of the steps, and where contexts had several powers of two
+    one for each of these; none where the length was fixed.
     """
-    steps: dict[str, Counter[str]] = {}
+    steps: dict[str, dict[str, Counter[str]]] = {}
     for counters in runs:
+        contexts = counters.get("draft_lengths_by_context")
         for bucket, found in counters.get("draft_lengths", {}).items():
-            steps.setdefault(bucket, Counter()).update(found)
-    total = sum(found.total() for found in steps.values())
+            known = steps.setdefault(bucket, {})
+            for context, of_context in (contexts[bucket] if contexts else {"": found}).items():
+                known.setdefault(context, Counter()).update(of_context)
+    total = sum(found.total() for known in steps.values() for found in known.values())
     lines = []
-    for bucket, found in sorted(steps.items(), key=lambda item: int(item[0])):
-        if 20 * found.total() < total:
-            continue
-        shares = ", ".join(f"{length} in {count / found.total():.0%}" for length, count in found.most_common())
-        times = caps["draft_length_s"][bucket]
-        at_start = ", ".join(f"{length}: {1000 * seconds:.2f}" for length, seconds in times.items())
-        steps_text = counted(found.total(), "step")
-        lines.append(f"batch {bucket}: drafted {shares} of {steps_text} (ms at start with {at_start})")
+    for bucket, known in sorted(steps.items(), key=lambda item: int(item[0])):
+        shown = {context: found for context, found in known.items() if 20 * found.total() >= total}
+        for context, found in sorted(shown.items(), key=lambda item: int(item[0] or 0)):
+            times = ", ".join(f"{n}: {1000 * seconds:.2f}" for n, seconds in caps["draft_length_s"][bucket].items())
+            where = f" after {context} tokens or more" if len(known) > 1 else ""
+            shares = ", ".join(f"{length} in {count / found.total():.0%}" for length, count in found.most_common())
+            steps_text = counted(found.total(), "step")
+            lines.append(f"batch {bucket}{where}: drafted {shares} of {steps_text} (ms at start with {times})")
     return lines
 
 

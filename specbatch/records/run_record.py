@@ -63,6 +63,12 @@ class RunRecord:
         "Values of options and variables with names such as `--api-key`, and user, password and query of URLs, are "
         "never kept, nor are the arguments of a program that calls `Engine` itself. Earlier versions did not record it",
     ] = field(default_factory=lambda: provenance())
+    conditions: Annotated[
+        dict[str, Any],
+        "of a point on a GPU: `limits`, its read bandwidth and GEMM rate `before` and `after` the point; `gpus`, of "
+        "each least, median and highest clock, power and temperature during it, and the share of `samples` with each "
+        "reason for lower clocks (`throttle`). Earlier versions did not record it",
+    ] = field(default_factory=dict)
     created: Annotated[str, "when the run ended (ISO 8601, UTC)"] = field(
         default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds")
     )
@@ -178,5 +184,6 @@ def speculation_of(settings: dict[str, Any]) -> Speculation:
         known |= {"simulate_accept_length": None, "simulate_accept": whole_lengths(mean, MOST)}
     elif isinstance(profile := known.get("simulate_accept"), dict):
         curve = tuple((drafted, length) for drafted, length in profile.get("curve", ()))
-        known["simulate_accept"] = AcceptanceProfile(profile["name"], tuple(profile["conditional"]), curve)
+        by_context = tuple((length, tuple(p)) for length, p in profile.get("by_context", ()))
+        known["simulate_accept"] = AcceptanceProfile(profile["name"], tuple(profile["conditional"]), curve, by_context)
     return Speculation(**known)

@@ -95,6 +95,7 @@ class _Profile(Table):
     name: str
     conditional: list[Number]
     curve: list[Annotated[list[Number], Field(min_length=2, max_length=2)]] = []
+    by_context: list[tuple[Count, list[Number]]] = []
 
 
 class _SpeculationSettings(Table):
@@ -170,6 +171,7 @@ class Counters(Table):
     acceptance: _Acceptance | None = None
     emitted_histogram: list[Count] = []
     draft_lengths: dict[CountText, dict[str, Positive]] = {}
+    draft_lengths_by_context: dict[CountText, dict[CountText, dict[str, Positive]]] = {}
     graphs: dict[str, _GraphCounts] = {}
     steps_by_rows: dict[CountText, Annotated[list[Amount], Field(min_length=2, max_length=2)]] = {}
     errors: dict[str, Count] = {}
@@ -280,6 +282,22 @@ class _Provenance(Table):
     environment: dict[str, str] = {}
 
 
+class _Limits(Table):
+    read_bytes_s: Amount | None = None
+    gemm_flop_s: Amount | None = None
+    error: str = ""
+
+
+class _GpuState(Table):
+    samples: Count
+    throttle: dict[str, Amount] = {}
+
+
+class _Conditions(Table):
+    limits: dict[Literal["before", "after"], _Limits] = {}
+    gpus: dict[CountText, _GpuState] = {}
+
+
 class Record(Table):
     """record.json."""
 
@@ -293,6 +311,7 @@ class Record(Table):
     versions: dict[str, str]
     hardware: dict[str, Any]
     provenance: _Provenance = _Provenance()
+    conditions: _Conditions = _Conditions()
     created: str
     schema_: int = Field(alias="schema")
 

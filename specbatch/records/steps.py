@@ -31,27 +31,34 @@ class Counters:
     device_steps: int = 0
     device_idle_s: float = 0.0  # device time between consecutive iterations with no prefill between them
     device_gaps: int = 0
+    sharing_iterations: int = 0  # that read prefixes which requests share once
+    shared_tokens: int = 0  # summed over those: whose keys a layer would else have read again
+    prefill_device_s: float = 0.0  # device time of prefill passes before iterations, launches within a pass included
+    prefill_idle_s: float = 0.0  # device time between these passes and what was launched before and after them
     # By the number of requests, as text: iterations and their seconds. Device time and the gap before it where known;
     # without a CUDA device the host's time for launching and waiting.
     steps_by_rows: dict[str, list[float]] = field(default_factory=dict)
-    # Iterations by batch bucket and number of drafts, with draft_tokens="auto".
-    draft_lengths: dict[int, dict[int, int]] = field(default_factory=dict)
+    # With draft_tokens="auto", iterations by batch bucket and number of drafts, "3 for 4" where only 4 requests draft;
+    # and the same by bucket and by the mean context of the requests, as the power of two at or below it.
+    draft_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
+    draft_lengths_by_context: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
     def add_step(self, rows: int, seconds: float) -> None:
         entry = self.steps_by_rows.setdefault(str(rows), [0, 0.0])
         entry[0] += 1
         entry[1] += seconds
 
-    def add_draft_length(self, bucket: int, drafts: int) -> None:
-        steps = self.draft_lengths.setdefault(bucket, {})
-        steps[drafts] = steps.get(drafts, 0) + 1
+    def add_draft_length(self, bucket: int, context: int, drafts: int, drafting: int | None = None) -> None:
+        """drafting: the number of requests that draft; None for all."""
+        rows, name = str(bucket), str(drafts) if drafting is None else f"{drafts} for {drafting}"
+        by_context = self.draft_lengths_by_context.setdefault(rows, {})
+        power = str(1 << (max(context, 1).bit_length() - 1))
+        for steps in (self.draft_lengths.setdefault(rows, {}), by_context.setdefault(power, {})):
+            steps[name] = steps.get(name, 0) + 1
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        lengths = {
-            str(rows): {str(n): count for n, count in steps.items()} for rows, steps in self.draft_lengths.items()
-        }
-        return asdict(self) | {"draft_lengths": lengths}
+        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -78,12 +85,16 @@ class Steps:
 
     @property
     def idle_share(self) -> float | None:
-        """Gaps are measured for some of the steps; the others are assumed to have the same mean."""
+        """In records without the time of prefill passes, all steps are assumed to have the mean gap of those that
+        follow each other."""
         gap = self.mean("device_idle_s", "device_gaps")
         if gap is None:
             return None
-        idle = gap * self.counters["device_steps"]
-        return float(idle / (idle + self.counters["device_s"]))
+        counters, idle = self.counters, gap * self.counters["device_steps"]
+        busy = counters["device_s"] + counters.get("prefill_device_s", 0.0)
+        if "prefill_idle_s" in counters:
+            idle = counters["device_idle_s"] + counters["prefill_idle_s"]
+        return float(idle / (idle + busy))
 
     @property
     def graph_coverage(self) -> float | None:

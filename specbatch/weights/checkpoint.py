@@ -27,6 +27,7 @@ class Checkpoint(Protocol):
     bytes   size of its tensors as stored
     mtp     name -> shape of the MTP draft head stored in the same files, empty without one
     grouped the matrices that the files have in groups of whole numbers and `tensor` has dequantized; None without such
+    cache   name -> shape of what the files have for an FP8 KV cache (`read_cache_scales`), usually empty
     """
 
     name: str
@@ -35,6 +36,7 @@ class Checkpoint(Protocol):
     bytes: int
     mtp: dict[str, tuple[int, ...]]
     grouped: GroupedSource | None
+    cache: dict[str, tuple[int, ...]]
 
     def names(self) -> list[str]:
         """The names of `tensor_shapes(config)`, in the order that reads the files sequentially."""

@@ -54,6 +54,7 @@ class DummyCheckpoint:
         self.origin = f"random weights, seed {seed}"
         self.mtp: dict[str, tuple[int, ...]] = {}
         self.grouped: GroupedSource | None = None
+        self.cache: dict[str, tuple[int, ...]] = {}
         self._seed = seed
         self._device = device
         self._dtype_name = "float32" if device == "cpu" else config.dtype or "float32"

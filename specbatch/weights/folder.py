@@ -13,7 +13,8 @@ from specbatch.files.config_values import table_of
 from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes
-from specbatch.models.formats.format import SCALES, is_unused_scale, scaled
+from specbatch.models.formats.cache_scales import is_of_cache
+from specbatch.models.formats.format import SCALES, is_input_scale, scaled
 from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.formats.registry import FILE_TYPES, FORMATS
 from specbatch.models.formats.settings import KEY
@@ -54,7 +55,7 @@ class SafetensorsFiles:
                     raise _damaged(path, f"tensor {name} is {kind}; {works}")
                 if name.endswith("rotary_emb.inv_freq"):
                     continue  # rope frequencies in old files are not weights
-                if kind in FILE_TYPES:
+                if kind in FILE_TYPES and not is_of_cache(name):
                     quantized[name] = kind, path
                 self._files[name] = file
                 self.shapes[name] = tuple(view.get_shape())
@@ -102,10 +103,11 @@ class FolderCheckpoint:
         stored = self.config.quantization
         self._respelled = {} if stored is None else stored.respelled(self._tensors.shapes)
         found = self._tensors.shapes | self._respelled
+        self.cache = {name: found.pop(name) for name in filter(is_of_cache, [*found])}
         unused = [] if stored is None else [name for name in found if stored.is_unused(name)]
-        scales = list(filter(is_unused_scale, unused))
+        scales = list(filter(is_input_scale, unused))
         if scales and log is not None:
-            works = "activations get scales as the model runs, and a KV cache has none"
+            works = "activations get scales as the model runs"
             log(f"{name}: {len(scales)} scales are not used, such as {min(scales)}: {works}")
         if stored is not None and (damage := stored.damage(found, self._tensors.tensor)) is not None:
             raise _damaged(folder, damage)

@@ -42,33 +42,33 @@ def measure_machine(device: torch.device) -> dict[str, float | None]:
     return found
 
 
-def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second; on a CPU those of a sum over 800 MB."""
+def read_bandwidth(device: torch.device, *, size: int = READ_BYTES, repeats: int = 20) -> float:
+    """Bytes per second of reading `size` bytes; on a CPU those of a sum over 800 MB."""
     if device.type != "cuda":
         values = torch.ones(CPU_READ_VALUES)
         return values.nbytes / median_seconds(values.sum, device, repeats=7)
     from specbatch.sweeps.machine.read import read_sum
 
-    data = torch.empty(READ_BYTES // 4, device=device).uniform_()
+    data = torch.empty(size // 4, device=device).uniform_()
     best = 0.0
     for block, steps, warps in READ_SHAPES:
         sums = torch.empty(data.numel() // (block * steps), device=device)
         run = partial(read_sum, data, sums, block=block, steps=steps, warps=warps)
-        best = max(best, READ_BYTES / median_seconds(run, device))
+        best = max(best, size / median_seconds(run, device, repeats))
     return best
 
 
-def gemm_rate(device: torch.device, *, fp8: bool = False) -> float:
+def gemm_rate(device: torch.device, *, fp8: bool = False, repeats: int = 20) -> float:
     """FLOP per second of a GEMM of 8192 x 8192 x 8192 in BF16, or in FP8 by torch's `_scaled_mm`."""
     a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device=device, dtype=torch.bfloat16) for _ in range(2))
     if not fp8:
-        return 2 * GEMM_SIZE**3 / median_seconds(lambda: a @ b, device)
+        return 2 * GEMM_SIZE**3 / median_seconds(lambda: a @ b, device, repeats)
     low_a, low_b, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device=device)
 
     def run() -> torch.Tensor:
         return torch._scaled_mm(low_a, low_b.t(), one, one, out_dtype=torch.bfloat16)
 
-    return 2 * GEMM_SIZE**3 / median_seconds(run, device)
+    return 2 * GEMM_SIZE**3 / median_seconds(run, device, repeats)
 
 
 def cpu_speeds() -> tuple[float, float]:

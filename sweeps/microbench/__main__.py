@@ -24,6 +24,7 @@ from specbatch.sweeps.microbench import (
     acceptance,
     all_reduce,
     attention_tiles,
+    cache_accuracy,
     cpu_decode,
     cpu_gemm,
     cpu_llama,
@@ -32,12 +33,14 @@ from specbatch.sweeps.microbench import (
     equal_rows,
     gemm,
     gemm_tiles,
+    host_step,
     http_client,
     job_memory,
     moe,
     prefill,
     prefill_kernels,
     recurrent,
+    shared_prefixes,
     state_sizes,
     step_kernels,
 )
@@ -86,12 +89,22 @@ def _machine() -> str:
     return ", ".join([name, *(f"{library} {known[library]}" for library in ("torch", "triton") if library in known)])
 
 
-for kernels in (attention_tiles, cublas_algorithms, deterministic, gemm, gemm_tiles, moe, prefill, recurrent):
+for kernels in (
+    attention_tiles,
+    cublas_algorithms,
+    deterministic,
+    gemm,
+    gemm_tiles,
+    moe,
+    prefill,
+    recurrent,
+    shared_prefixes,
+):
     _add(kernels, needs_cuda=True, inference=True)
 for alone in (all_reduce, equal_rows, prefill_kernels, step_kernels):
     _add(alone, needs_cuda=True)
 _add(cpu_gemm, needs_cuda=False, inference=True)
-for engines in (acceptance, cpu_decode, cpu_llama, http_client, job_memory):
+for engines in (acceptance, cache_accuracy, cpu_decode, cpu_llama, host_step, http_client, job_memory):
     _add(engines, needs_cuda=False)
 app.command("state-sizes", help=state_sizes.__doc__)(state_sizes.main)
 

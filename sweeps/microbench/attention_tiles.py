@@ -1,6 +1,7 @@
 """Tile sizes and splits of verify attention: the rules' choice and the three fastest of a grid, in microseconds.
 
-Qwen3-8B's shape (32 query and 8 KV heads of 128), BF16. Caches are larger than the L2 and their pages in random order.
+Qwen3-8B's shape (32 query and 8 KV heads of 128), BF16 or an FP8 cache. Caches are larger than the L2 and their pages
+in random order.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Any
 
 import torch
+import typer
 
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout
+from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout, SharedPrefixes
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixWork
 from specbatch.kernels.attention.verify.verify_attention_configs import Tile, most_splits, splits_for, tile_for
 from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
 from specbatch.kernels.common.sizes import multiprocessors
@@ -26,6 +30,7 @@ LAUNCHES = 24  # of a graph, at least
 POINTS = [
     *((batch, n, keys) for keys in (672, 1152) for n in (1, 4, 16) for batch in (1, 32, 128)),
     *((1, n, keys) for keys in (8192, 32768) for n in (1, 16)),
+    *((batch, n, keys) for batch, keys in ((32, 8192), (8, 32768)) for n in (1, 4)),
 ]
 TILES = [
     *(Tile(16, 32, 4, stages, 128) for stages in (3, 4, 5)),
@@ -42,13 +47,22 @@ TILES = [
     *(Tile(64, 64, 4, stages, 255) for stages in (2, 3)),
     Tile(64, 64, 8, 3, 128),
 ]
+FP8_TILES = [
+    *(Tile(16, 128, 4, stages, 255) for stages in (3, 4)),
+    *(Tile(16, 64, 4, stages, 255) for stages in (3, 4)),
+    *(Tile(16, 64, 4, stages, 168) for stages in (3, 4)),
+    *(Tile(16, 32, 4, 3, registers) for registers in (128, 255)),
+    *(Tile(32, 64, 4, 3, registers) for registers in (168, 255)),
+    *(Tile(64, keys, 4, 3, 255) for keys in (32, 64)),
+]
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 Choice = tuple[Tile, int]
 
 
 @dataclass(frozen=True)
 class Work:
-    """A verify of `n` rows over `keys` keys of `batch` sequences."""
+    """A verify of `n` rows over `keys` keys of `batch` sequences, the first `shared` of which are the same for all
+    sequences of each of `groups` groups."""
 
     batch: int
     n: int
@@ -56,10 +70,16 @@ class Work:
     count: int = 32
     kv: int = 8
     dim: int = 128
+    fp8: bool = False  # the cache
+    shared: int = 0
+    groups: int = 1
+    page_size: int = PAGE_SIZE
 
     @property
     def copies(self) -> int:
-        return max(2, min(64, -(-CACHE_BYTES // (self.batch * self.keys * self.kv * self.dim * 2 * 2))))
+        item = 1 if self.fp8 else 2
+        held = self.batch * (self.keys - self.shared) + self.groups * self.shared
+        return max(2, min(64, -(-CACHE_BYTES // (held * self.kv * self.dim * 2 * item))))
 
     @property
     def capacity(self) -> int:
@@ -77,9 +97,9 @@ class Work:
         return calls * -(-LAUNCHES // self.copies)
 
 
-def tables() -> Iterator[Table]:
-    works = [Work(*point) for point in POINTS]
-    choices = {(work.n, tile) for work in works for tile, _ in [_rule(work), *_grid(work)]}
+def tables(fp8: Annotated[bool, typer.Option(help="An FP8 cache.")] = False) -> Iterator[Table]:
+    works = [Work(*point, fp8=fp8) for point in POINTS]
+    choices = {(work.n, fp8, tile) for work in works for tile, _ in [_rule(work), *_grid(work)]}
     compile_all(_launch, sorted(choices, key=repr))
     yield Table(_row(work) for work in works)
 
@@ -103,7 +123,7 @@ def _programs(work: Work, tile: Tile) -> int:
 
 def _rule(work: Work) -> Choice:
     device = torch.device("cuda")
-    tile = tile_for(work.packed, work.batch * work.kv, 2 * work.dim, device)
+    tile = tile_for(work.packed, work.batch * work.kv, 2 * work.dim, device, fp8=work.fp8)
     return tile, splits_for(_programs(work, tile), tile.block_m, most_splits(work.capacity), device)
 
 
@@ -111,7 +131,7 @@ def _grid(work: Work) -> list[Choice]:
     """Tiles and splits worth a try: up to six programs for each processor, and no split of less than 32 keys."""
     processors = multiprocessors(torch.device("cuda"))
     chosen = []
-    for tile, splits in itertools.product(TILES, SPLITS):
+    for tile, splits in itertools.product(FP8_TILES if work.fp8 else TILES, SPLITS):
         programs = _programs(work, tile) * splits
         fills = splits == 1 or programs <= 6 * processors
         busy = programs >= min(processors // 2, work.batch * work.kv * work.keys // 64)
@@ -120,18 +140,25 @@ def _grid(work: Work) -> list[Choice]:
     return chosen
 
 
-def _launch(n: int, tile: Tile) -> None:
-    verify_step(Work(1, n, 64))(0, tile=tile)
+def _launch(n: int, fp8: bool, tile: Tile) -> None:
+    verify_step(Work(1, n, 64, fp8=fp8))(0, tile=tile)
 
 
-def verify_step(work: Work) -> Callable[..., torch.Tensor]:
+def verify_step(work: Work, prefixes: SharedPrefixes | None = None) -> Callable[..., torch.Tensor]:
     """One launch of `verify_attention` on a copy of the caches, with its options."""
-    pages = work.capacity // PAGE_SIZE
-    used = -(-(work.keys + work.n) // PAGE_SIZE)
+    pages, size = work.capacity // work.page_size, work.page_size
+    used, common = -(-(work.keys + work.n) // size), work.shared // size
     table = torch.zeros(work.batch + 1, pages, dtype=torch.int64, device="cuda")
-    table[1:, :used] = torch.randperm(work.batch * used, device="cuda").view(work.batch, used) + 1
-    shape = (work.copies, work.batch * used + 1, PAGE_SIZE, work.kv, work.dim)
-    k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    held = work.batch * (used - common) + work.groups * common
+    order = torch.randperm(held, device="cuda") + 1
+    first, rest = order.split([work.groups * common, held - work.groups * common])
+    table[1:, :common] = first.view(work.groups, common).repeat_interleave(-(-work.batch // work.groups), 0)[
+        : work.batch
+    ]
+    table[1:, common:used] = rest.view(work.batch, used - common)
+    shape = (work.copies, held + 1, size, work.kv, work.dim)
+    stored = torch.float8_e4m3fn if work.fp8 else torch.bfloat16
+    k, v = (torch.randn(shape, dtype=torch.bfloat16, device="cuda").to(stored) for _ in range(2))
     width = (work.count + 2 * work.kv) * work.dim
     qkv = torch.randn(work.batch * work.n, width, dtype=torch.bfloat16, device="cuda")
     frequencies = 1e6 ** (-torch.arange(work.dim // 2) / (work.dim / 2))
@@ -141,6 +168,7 @@ def verify_step(work: Work) -> Callable[..., torch.Tensor]:
     rows = torch.arange(1, work.batch + 1, device="cuda")
     lengths = torch.full((work.batch,), work.keys, device="cuda")
     torch.cuda.synchronize()  # the kernel reads some inputs before the previous kernel has ended
-    queries = DecodeQueries(table, rows, lengths, work.n, PAGE_SIZE)
+    queries = DecodeQueries(table, rows, lengths, work.n, size, prefixes=prefixes)
     inputs = [AttentionInputs(qkv, heads, lengths, k[copy], v[copy]) for copy in range(work.copies)]
-    return lambda copy, **options: verify_attention(queries, inputs[copy], Mask(), **options)
+    works: dict[Any, PrefixWork] = {}
+    return lambda copy, **options: verify_attention(queries, inputs[copy], Mask(), works=works, **options)

@@ -36,7 +36,7 @@ class Target:
         self.model = Decoder(found.config, found.tensor, dtype=dtype, device=device, max_positions=REACH)
         pages = REACH // PAGE
         self.table = (1 + torch.randperm(MOST * pages, device=device)).view(MOST, pages)
-        attention = prefill_backend("triton", device, dtype, found.config.head_dim)
+        attention = prefill_backend("triton", device)
         self.kv = KVCache(found.config, self.model.kv_layers, MOST * pages, PAGE, dtype, device, attention)
         self.kv.keys.normal_()
         self.kv.values.normal_()

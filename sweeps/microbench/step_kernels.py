@@ -29,6 +29,7 @@ def tables(
     accept_length: Annotated[float | None, typer.Option(help="Simulated, in tokens per verify.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Requests.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    kv_dtype: Annotated[str, typer.Option(help="As in `generate`.")] = "auto",
     most: Annotated[int, typer.Option(min=1, help="Kernels to show, those that add most first.")] = 30,
 ) -> Iterator[Table]:
     drafts: dict[str, Any] = {"draft": draft, "draft_tokens": draft_tokens, "simulate_accept_length": accept_length}
@@ -37,7 +38,8 @@ def tables(
     speculation = Speculation() if algorithm == "none" else Speculation(algorithm, "v2", **drafts)
     config = EngineConfig(
         model=model, load_format="dummy", max_running=batch, max_model_len=context + 2 * LONG, prefix_cache=False,
-        prefill_chunk=8192, speculation=speculation, graphs=Graphs(decode="whole", prefill="piecewise"),
+        prefill_chunk=8192, kv_dtype=kv_dtype, speculation=speculation,
+        graphs=Graphs(decode="whole", prefill="piecewise"),
     )  # fmt: skip
     with Engine(config) as engine:
         yield Table(_rows(engine, batch, context, most), f"A decode step of {model}, {batch} x {context} tokens")

@@ -33,6 +33,13 @@ ERRORS_SHOWN = 3
 BUSY_CLIENT = 0.6  # of a core
 # Below break-even by this share, a draft length that is chosen during the run is no loss: it is what choosing costs.
 CHOOSING = 0.03
+CHANGED = 1.03  # by which a limit of a GPU may differ between two measurements without a note
+STATES = (
+    ("sm_clock_mhz", "clock", "MHz"),
+    ("power_w", "power", "W"),
+    ("temperature_c", "temperature", "C"),
+    ("memory_temperature_c", "memory", "C"),
+)
 MEANS = (
     "Means over repeats (smallest-largest); latencies are over the requests of all repeats. A speedup is the geometric "
     'mean of the ratios of each round, with its 95% interval: it "pays" or "loses" where that interval excludes 1, '
@@ -91,7 +98,7 @@ def notes(
     found += _left_out(records)
     if "step_s" in shown:
         found += _short_runs(finished)
-    found += [*_cached(points), *_few_requests(points, shown)]
+    found += [*_limits_changed(finished), *_cached(points), *_few_requests(points, shown)]
     found += [*_shared(finished), *_simulated(records), *_tokens(finished)]
     for (concurrency, name), repeats in points.items():
         for line in draft_length_lines((record.counters for record in repeats), repeats[0].caps):
@@ -223,6 +230,39 @@ def _short_runs(records: list[RunRecord]) -> Iterator[Note]:
         where = f"{name} at concurrency {concurrency}, repeat{'s' if len(repeats) > 1 else ''} {', '.join(repeats)}"
         text = f"{where}: only {steps:.0f} full-batch steps; {MIN_FULL_STEPS} are needed"
         yield Note(text, "NOT MEASURED", "use longer answers or a larger prefill chunk")
+
+
+def _limits_changed(records: list[RunRecord]) -> Iterator[Note]:
+    """A warning if a limit of the GPU differed between two measurements, and by what clocks and heat explain it."""
+    measured = [
+        (record, when, found["limits"][when])
+        for record in sorted(records, key=lambda record: record.created)
+        if (found := record.conditions).get("limits")
+        for when in ("before", "after")
+    ]
+    for key in ("read_bytes_s", "gemm_flop_s"):
+        known = [(one[key], f"{when} {_where(record)}") for record, when, one in measured if one.get(key)]
+        if not known or (most := max(known))[0] <= CHANGED * (least := min(known))[0]:
+            continue
+        metric = METRICS[key]
+        values = (f"{metric.text(value)} {metric.unit} {where}" for value, where in (most, least))
+        text = f"{metric.title} of the GPU: {' and '.join(values)}, {most[0] / least[0] - 1:.1%} apart"
+        yield Note(f"{text}; {_heat(records)}", "LIMITS CHANGED", "compare points of the same round only")
+
+
+def _heat(records: list[RunRecord]) -> str:
+    """What samples during all points say about the cause."""
+    tables = [gpu for record in records for gpu in record.conditions.get("gpus", {}).values()]
+    parts = []
+    for name, title, unit in STATES:
+        if values := [value for table in tables for value in table.get(name, ())]:
+            parts.append(f"{title} {min(values):.0f} to {max(values):.0f} {unit}")
+    shares: dict[str, float] = {}
+    for table in tables:
+        for reason, share in table["throttle"].items():
+            shares[reason] = max(shares.get(reason, 0.0), share)
+    parts += [f"{reason} in up to {share:.0%} of the samples of a point" for reason, share in shares.items()]
+    return ", ".join(parts) if parts else "clocks and temperatures are unknown"
 
 
 def _few_requests(points: Mapping[tuple[Any, ...], list[RunRecord]], shown: Collection[str]) -> Iterator[Note]:

@@ -23,6 +23,7 @@ from specbatch.records import sweep_plan
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import Described, Point, check_plan, points
+from specbatch.sweeps.machine.conditions import conditions
 from specbatch.sweeps.run.engine_groups import Engines, Failed, LoadedGroup, in_batches, marginal_of
 from specbatch.sweeps.run.loading import Configs, Log, noted
 
@@ -195,7 +196,9 @@ def measured_points(
                 with noted(errors, name):
                     waves.begin()
                     count = partial(waves.add, concurrency, name=name)
-                    found = _without_lost_replicas(ready.measure(engines[name], point, count))
+                    with conditions(engines[name].caps.get("device", "")) as around:
+                        found = _without_lost_replicas(ready.measure(engines[name], point, count))
+                    found.record.conditions = around
             if found is None:
                 assert errors is not None
                 about = ready.describe(concurrency) | {"error": errors[name]}

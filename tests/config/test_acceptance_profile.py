@@ -115,6 +115,23 @@ def test_profiles_are_read_from_text_and_files(tmp_path: Path) -> None:
         assert [profile.accept_length(count) for count in (1, 2, 3)] == pytest.approx([1.86, 2.55, 3.08])
 
 
+def test_a_profile_by_context_is_linear_in_the_logarithm_of_the_length(tmp_path: Path) -> None:
+    path = tmp_path / "falling.json"
+    listed = {"2048": [0.2, 0.1], "512": [0.8, 0.5]}
+    for written in (listed, {"conditional": listed}):
+        path.write_text(json.dumps(written))
+        profile = read_profile(str(path)).of_drafts(1)
+        assert profile.by_context == ((512, (0.8,)), (2048, (0.2,)))
+        assert [profile.at(length)[0] for length in (1, 512, 1024, 2048, 9999)] == pytest.approx(
+            [0.8, 0.8, 0.5, 0.2, 0.2]
+        )
+        assert profile.conditional == (0.8,)
+    for wrong in ({"512": [0.8], "2048": [0.2, 0.1]}, {"512": [0.8], "long": [0.2]}, {"512": [1.2]}, {"0": [0.1]}):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(SpecbatchError, match="simulate_accept="):
+            read_profile(str(path)).of_drafts(1)
+
+
 @pytest.mark.parametrize(
     ("content", "works"),
     [

@@ -31,7 +31,7 @@ class Bench:
         per_row = -(-width // page_size)
         pages = per_row * (sequences + 1)
         cpu = torch.device("cpu")
-        attention = prefill_backend("torch", cpu, torch.float32, 16)
+        attention = prefill_backend("torch", cpu)
         self.cache = KVCache(config, LAYERS, pages, page_size, torch.float32, cpu, attention)
         for item in (*self.cache.k, *self.cache.v):
             item.fill_(1e20)
@@ -115,6 +115,20 @@ def test_chunked_prefill_then_verifies(page_size: int, kv_heads: int, group: int
         bench.verify(rows, [done[row] for row in rows], count, spare_pages=randomness.randint(0, 1))
         for row in rows:  # rows that were not accepted are stale
             done[row] += randomness.randint(1, count)
+
+
+def test_scales_change_what_is_stored_and_no_result() -> None:
+    bench = Bench(2, 40, 4, 2, 3)
+    k, v = torch.rand(2, LAYERS, 2, generator=bench.generator) + 0.5
+    bench.cache.set_scales(k, v)
+    bench.prefill([PromptChunk(1, 0, 11), PromptChunk(2, 0, 3)])
+    for layer in range(LAYERS):
+        stored = bench.cache.v[layer].flatten(0, 1)[bench.table[1, 0] * 4]
+        torch.testing.assert_close(stored * v[layer, :, None], bench.v[1][layer][0])
+    bench.prefill([PromptChunk(2, 3, 9)])
+    bench.verify([2, 1], [9, 11], 3)
+    with pytest.raises(AssertionError, match="float32"):
+        bench.cache.set_scales(k[:1], v)
 
 
 def test_sequence_reads_pages_that_another_writes_in_the_same_pass() -> None:

@@ -64,7 +64,7 @@ class Bench:
         return self.cache_of(model.config, len(model.layers))
 
     def cache_of(self, config: ModelConfig, layers: int) -> KVCache:
-        attention = prefill_backend("torch", CPU, torch.float32, 16)
+        attention = prefill_backend("torch", CPU)
         return KVCache(config, layers, self.pages, PAGE, torch.float32, CPU, attention)
 
     def forward_of(self, model: Decoder) -> tuple[EagerForward, KVCache]:

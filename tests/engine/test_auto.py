@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 from crossed import crossed
-from stand_ins import fake_graphs, planned_draft_lengths, random_draft_lengths, timed_by
+from stand_ins import fake_graphs, no_step_times, planned_draft_lengths, random_draft_lengths, timed_by
 from watched_calls import Watch
 
 from specbatch import Engine, SamplingParams
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.core.async_copy import StepTimer
+from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.drafters.draft_model import DraftModelChain
 from specbatch.drafters.feature_head import FeatureChain
+from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.step import DecodeStep
-from specbatch.engine.schedule.draft_length import DraftLength
+from specbatch.engine.schedule.draft_length import Choice, DraftLength
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.runtime.cuda_graphs import graph_bytes
 
@@ -69,7 +71,7 @@ def test_a_draft_model_catches_up_after_steps_without_drafts(
 def test_an_idle_draft_model_catches_up_in_passes_of_at_most_a_chunk(
     toy: Any, toy_engine: Callable[..., Engine], watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten steps without drafts, then with; for a probe, as many requests catch up as fit into a pass."""
+    """Ten steps without drafts, one with, four without, then with."""
     catch_up = DraftModelChain.catch_up
 
     def computed(chain: DraftModelChain, batch: Any, shape: Any) -> int:
@@ -80,22 +82,65 @@ def test_an_idle_draft_model_catches_up_in_passes_of_at_most_a_chunk(
     totals = watch(DraftModelChain, "catch_up", before=computed)
     monkeypatch.setattr(DraftModelChain, "prefill", lambda self, *args: catch_up(self, *args[:2]))
     engine.generate([list(prompt) for prompt in toy.prompts()[:4]], SamplingParams(max_new_tokens=40, ignore_eos=True))
-    # The draft's own pass computes the newest of the ten: ten each, with the token before the root. Two requests fit
-    # into the probe's pass; later the others lack 15 tokens and these four, a pass at a time.
-    assert totals == [20, 25, 13]
+    # The draft's own pass computes the newest of the ten: ten each, with the token before the root; then four each.
+    assert totals == [25, 15, 16]
     assert engine.record().counters["acceptance"]["tried"][4] > 0
 
 
-def test_a_prefix_that_an_idle_draft_model_has_not_computed_is_not_shared(
-    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["same", "eagle3"])
+def test_the_draft_catches_up_with_a_prefix_that_it_has_not_computed(
+    toy: Any, toy_engine: Callable[..., Engine], watch: Watch, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    planned_draft_lengths(monkeypatch, [])
-    prompt = list(toy.prompts()[-1])
-    for name in ("same", "eagle3"):
-        engine = toy_engine(speculation=auto(name))
-        [done] = engine.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True))
-        shared = engine.parts.scheduler.cache.match(prompt + done.token_ids)
-        assert (len(shared) * 4 <= len(prompt)) is (name == "same")
+    """An answer without drafts leaves a prefix; the next request shares it, drafts, and leaves it complete."""
+    prompt, plan = list(toy.prompts()[-1]), [0] * 39
+    planned_draft_lengths(monkeypatch, plan, after=3)
+    monkeypatch.setattr(DraftLength, "drafts_prompts", lambda *_: False)
+    engine = toy_engine(speculation=auto(name, draft_steps=3))
+    found: list[tuple[int, int]] = watch(
+        DeviceWorker, "catch_up", before=lambda _, chunks: [(chunk.start, chunk.end) for chunk in chunks]
+    )
+    [done] = engine.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert not found
+    longer = prompt + done.token_ids
+    for again in range(2):
+        plan[:] = [0, 0]
+        [other] = engine.generate([[*longer, again]], SamplingParams(max_new_tokens=12, ignore_eos=True))
+        cached = other.metrics.cached_tokens
+        assert cached > len(prompt)
+        [[(start, _)]] = found
+        assert start == (cached if again else 0)
+        found.clear()
+
+
+@pytest.mark.parametrize(("name", "schedule"), [("eagle3", "v2"), ("eagle", "v1"), ("mtp", "v2"), ("block", "v2")])
+def test_drafts_after_catching_up_are_those_of_a_drafter_that_never_idles(
+    toy: Any, toy_engine: Callable[..., Engine], watch: Watch, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
+) -> None:
+    """Also where only some requests draft, and where it did not run for their prompts."""
+    drafted: dict[tuple[int, int], list[int]] = {}
+    prompts = [list(prompt) for prompt in toy.prompts()[8:14]]
+    params = SamplingParams(max_new_tokens=25, ignore_eos=True)
+    kind = DFlashDrafter if name == "block" else FeatureChain
+
+    def note(proposal: Any, _: Any, step: Any) -> None:
+        for slot, length, tokens in zip(
+            *(t.tolist() for t in (step.slots, step.lengths, proposal.tokens)), strict=True
+        ):
+            if tokens:
+                drafted.setdefault((slot, length), tokens)
+
+    watch(kind, "propose", after=note)
+    fixed = Speculation(**DRAFTERS[name] | {"draft_steps": None, "draft_tokens": None if name == "mtp" else 4})
+    toy_engine(speculation=fixed).generate(prompts, params)
+    expected, drafted = drafted, {}
+    random_draft_lengths(monkeypatch)
+    engine = toy_engine(speculation=auto(name, schedule, **{} if name == "mtp" else {"draft_steps": 4}))
+    engine.generate(prompts, params)
+    common = [key for key in drafted if key in expected and key[0]]
+    assert len(common) > 10
+    lags = sum(engine.record().counters["draft_lengths"]["8"].get(key, 0) for key in ("0", "4 for 3"))
+    assert lags > 0
+    assert [drafted[key] for key in common] == [expected[key][: len(drafted[key])] for key in common]
 
 
 def test_the_draft_model_recomputes_a_retracted_request(
@@ -124,20 +169,21 @@ class FakeClock(StepTimer):
     now = 0.0
     cost: Callable[[int, int], float] = staticmethod(lambda rows, drafts: 1.0 + 0.1 * drafts)
 
-    def __init__(self) -> None:
+    def __init__(self, is_prefill: bool) -> None:
+        self.is_prefill = is_prefill
         self._previous: Any = None
         self._start = self.now
 
     @classmethod
-    def begin(cls, device: torch.device) -> StepTimer:
-        return cls()
+    def begin(cls, device: torch.device, *, is_prefill: bool = False) -> StepTimer:
+        return cls(is_prefill)
 
     def end(self, previous: StepTimer | None) -> None:
         self._previous = previous
         self._took = self.now - self._start
 
     def seconds(self) -> tuple[float, float | None]:
-        return self._took, 0.0 if self.follows else None
+        return self._took, None if self._previous is None else 0.0
 
 
 @pytest.fixture
@@ -190,7 +236,7 @@ def test_no_drafts_where_none_is_accepted_and_the_most_where_all_are(
     speculation = replace(auto(name, schedule), simulate_accept=profile)
     engine = toy_engine(speculation=speculation, graphs=graphs, max_model_len=300, max_running=2)
     prompts = [list(prompt) for prompt in toy.prompts()[:2]]
-    engine.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))  # it learns
+    engine.generate(prompts, SamplingParams(max_new_tokens=80, ignore_eos=True))  # it learns
     engine.reset_record()
     engine.generate(prompts, SamplingParams(max_new_tokens=80, ignore_eos=True))
     assert shares(engine)[wanted] > 0.9
@@ -205,7 +251,7 @@ def test_shortening_the_draft_is_not_part_of_the_step_time(
         clock.now += 7.0
 
     watch(FeatureChain, "shorten", before=slow)
-    found = watch(DraftLength, "took", before=lambda lengths, rows, length, seconds: (length, round(seconds, 6)))
+    found = watch(DraftLength, "took", before=lambda _, choice, seconds: (choice.num_drafts, round(seconds, 6)))
     speculation = replace(auto("eagle3"), simulate_accept_length=2.0)
     engine = toy_engine(speculation=speculation, max_model_len=300, max_running=2)
     engine.generate([list(prompt) for prompt in toy.prompts()[:2]], SamplingParams(max_new_tokens=100, ignore_eos=True))
@@ -221,14 +267,14 @@ def test_each_batch_size_has_its_own_length(
     clock.cost = staticmethod(lambda rows, drafts: 1.0 + drafts * (0.02 if rows < 8 else 1.0))
     speculation = replace(auto("same"), simulate_accept=AcceptanceProfile("", (1.0, 1.0, 0.5, 0.0, 0.0)))
     engine = toy_engine(speculation=speculation, max_model_len=300)
-    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in [40] * 6 + [200] * 2]
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in [40] * 6 + [260] * 2]
     engine.generate([list(prompt) for prompt in toy.prompts()[:8]], params)
     steps = engine.record().counters["draft_lengths"]
     assert steps["8"]["0"] > 0.8 * sum(steps["8"].values())
     # The fourth is never accepted, and five cost little more.
     assert steps["2"]["4"] > 0.8 * sum(steps["2"].values())
     times = engine.caps["draft_length_s"]
-    assert list(times) == ["8", "4", "2", "1"]
+    assert list(times) == ["1", "2", "4", "8"]
     assert times["8"] == pytest.approx({"0": 1.0, "1": 2.0, "2": 3.0, "4": 5.0, "5": 6.0})
 
 
@@ -241,15 +287,25 @@ def test_times_at_start_rise_with_batch_and_drafts(toy_engine: Callable[..., Eng
     assert times["1"] == pytest.approx({"0": 1.0, "1": 3.0, "2": 3.0, "4": 5.0, "5": 6.0})
 
 
-def test_acceptance_of_drafts_without_context_is_ignored(
+def test_a_step_learns_from_the_requests_that_draft(
     toy: Any, toy_engine: Callable[..., Engine], watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A probe of an idle draft model, which catches up for one request of eight: the others' drafts lack context."""
-    learned = watch(DraftLength, "learn", before=lambda lengths, n, found: (n, len(found)))
-    planned_draft_lengths(monkeypatch, [*[0] * 12, 5, 0])
-    engine = toy_engine(speculation=auto("same"), prefill_chunk=15, prefix_cache=False)
-    engine.generate([list(toy.prompts()[0])] * 8, SamplingParams(max_new_tokens=20, ignore_eos=True))
-    assert [found for found in learned if found[0]] == [(5, 1)]
+    """Of which it knows the context, and of all how many tokens were kept, which are those of an answer."""
+    learned = watch(
+        DraftLength, "learn", before=lambda _, choice, found, *tokens: (choice.num_drafts, list(found), *tokens)
+    )
+    no_step_times(monkeypatch)
+    choices = [Choice(5, [2, 5]), *[Choice(0)] * 12]
+    monkeypatch.setattr(DraftLength, "choose", lambda *_: choices.pop(0) if choices else Choice(5))
+    engine = toy_engine(speculation=auto("same", "v1"), prefix_cache=False)
+    prompts = [list(toy.prompts()[8])] * 8
+    engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    length = len(prompts[0])
+    assert learned[0] == (5, [(length, 5), (length, 5)], 8 + 10, 8 + 10, 0)
+    assert learned[1:3] == [(0, [], 8, 8, 0)] * 2
+    *_, emitted, kept, ended = learned[-1]
+    assert emitted > kept > 0
+    assert ended > 0
 
 
 # -- settings and log -------------------------------------------------------------------------------------------------
@@ -287,14 +343,14 @@ def test_lengths_are_logged_and_each_has_its_graphs(toy_engine: Callable[..., En
     assert "draft tokens: auto, one of 0, 1, 2, 4" in lines  # the draft's blocks are of 5
     assert any("up to 4 drafted" in line for line in lines)
     layers = engine.model_config.num_layers
-    assert seen[-1] == (layers + 12, layers + 12)
+    assert seen[-1] == (layers + 3, layers + 3)
     assert engine.parts.worker.graphs is not None
-    assert len(engine.parts.worker.graphs) == 12
+    assert engine.parts.worker.graphs.recorded == 12
     assert engine.record().counters["draft_lengths"] == {}
     fixed = toy_engine(speculation=replace(auto("block"), draft_tokens=None), graphs=Graphs(decode="whole"))
     assert "draft_length_s" not in fixed.caps
     assert fixed.parts.worker.graphs is not None
-    assert len(fixed.parts.worker.graphs) == 4
+    assert fixed.parts.worker.graphs.recorded == 4
     assert fixed.record().counters["draft_lengths"] == {}
 
 

@@ -14,6 +14,7 @@ from fuzzing import Fuzz
 from lossless import slots_per_step
 from plain_decoding import check_end, check_logprobs, check_tokens, seed_of_sample
 from released import check_released
+from shared_prefixes import share_on_cpu
 from stand_ins import fake_graphs, late_results
 
 from specbatch import Completion, Engine, SamplingParams, Speculation
@@ -248,14 +249,16 @@ def test_random_schedules(
 ) -> None:
     fake_graphs(monkeypatch)
     for random in fuzz.rounds(quick=3):
-        model, drafter, engine = random_engine(random, toy_engine)
         prefixes = [[random.randint(3, 35) for _ in range(random.randint(0, 26))] for _ in range(5)]
+        prefixes += [[*prefix, *prefixes[0][:3]] for prefix in prefixes[:2]]  # and those that go on
         everything, recorded = [], []
         with monkeypatch.context() as patch:
+            sharing = share_on_cpu(patch)
+            model, drafter, engine = random_engine(random, toy_engine)
             if random.random() < 0.5:
                 late_results(patch)
             for _ in range(1 if fuzz.total is None else 4):
-                work = random_work(random, model, prefixes, FEW if engine.config.max_running < 16 else MANY)
+                work = random_work(random, model, prefixes, FEW if engine.plan.max_running < 16 else MANY)
                 done = run(engine, work)
                 check_released(engine)
                 everything += [(item, work.params[item.index]) for item in done]
@@ -266,6 +269,7 @@ def test_random_schedules(
                 else:
                     recorded += done
         fuzz.outcome("requests", len(everything))
+        fuzz.outcome("requests in passes that share", sum(sharing))
         fuzz.outcome("retractions", int(engine.record().metrics["retractions"]))
         check_record(engine, recorded)
         failed = [check_poisoned(item, params) for item, params in everything] if model == "toy-nan" else [False]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from company import Company
 from crossed import slow_but
+from shared_prefixes import share_always
 from stand_ins import fake_graphs, planned_draft_lengths
 from targets import LATENT, Targets
 from watched_calls import Watch
@@ -99,7 +100,7 @@ def kernels(
         span_attention_triton: ["prefill_attention", "decode_attention"],
         span_latents_triton: ["span_latent_prefill", "span_latent_verify"],
         tree_verify_triton: ["move_accepted_kv"],
-        verify_attention_triton: ["verify_attention"],
+        verify_attention_triton: ["verify_attention", "prefix_attention"],
         verify_budget_triton: ["spend", "learn"],
     }.items():
         for name in names:
@@ -155,6 +156,33 @@ def test_greedy_tokens(toy: Any, toy_engine: Callable[..., Any], request: pytest
         "self-tree": levels,
     }
     assert called == expected | own[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_but(["ngram"], ["none", "ngram", "ngram-tree", "self by budget", "self-tree", "eagle3", "mtp-tree", "block"]),
+)
+@pytest.mark.parametrize("decode", slow_but(["off"], ["off", "whole"]))
+def test_shared_prefixes(
+    toy: Any,
+    kernel_engine: tuple[Callable[..., Any], set[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    decode: str,
+) -> None:
+    """Requests with and without them, of which one ends early."""
+    share_always(monkeypatch)
+    fake_graphs(monkeypatch)
+    build, called = kernel_engine
+    common = list(toy.prompts()[8])[:9]
+    prompts = [[*common, 5], [7, 8], [*common, 6, 7], [*common[:5], 4]]
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (4, 3, 2, 3)]
+    engine = build(speculation=SPECULATIONS[name], page_size=2, max_running=4, graphs=Graphs(decode))
+    done = engine.generate(prompts, params)
+    for item, prompt, asked in zip(done, prompts, params, strict=True):
+        assert tuple(item.token_ids) == toy.greedy(tuple(prompt))[: asked.max_new_tokens]
+    assert "prefix_attention" in called
+    assert engine.record().caps["shared_prefixes"] == "once"
 
 
 @pytest.mark.parametrize("name", slow_but(["ngram"], ["ngram", "eagle3", "block"]))

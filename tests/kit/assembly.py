@@ -30,7 +30,11 @@ def run(
         return registers[name] if name in registers else torch.tensor(int(name, 0))
 
     for operation, arguments in re.findall(r"^(\w[\w.]*) (.*?);", code, re.MULTILINE):
-        to, *names = [part.strip() for part in arguments.split(",")]
+        to, *names = [part.strip(" {}") for part in arguments.split(",")]
+        if "{" in arguments:  # a word into its halves
+            word = value(names[1])
+            registers |= {to: word & 0xFFFF, names[0]: word >> 16}
+            continue
         read = [value(name) for name in names]
         is_of_pairs = operation.endswith("16x2")
         found = of_pairs(operation, dtype, read) if is_of_pairs else INSTRUCTIONS[operation](*read)
@@ -62,6 +66,15 @@ def of_pairs(operation: str, dtype: torch.dtype, words: list[torch.Tensor]) -> t
     return bits[..., 0] | bits[..., 1] << 16
 
 
+def from_e4m3(pair: torch.Tensor) -> torch.Tensor:
+    """Two values of e4m3 in words [n] -> those of float16."""
+    low, high = (
+        (pair >> shift & 255).to(torch.uint8).view(torch.float8_e4m3fn).half().view(torch.int16).long() & 0xFFFF
+        for shift in (0, 8)
+    )
+    return low | high << 16
+
+
 INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "shl.b32": operator.lshift,
     "shr.u32": operator.rshift,
@@ -70,6 +83,7 @@ INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "lop3.b32": and_or,
     "prmt.b32": permuted,
     "mul.lo.u32": operator.mul,
+    "cvt.rn.f16x2.e4m3x2": from_e4m3,
 }
 
 

@@ -15,6 +15,7 @@ from specbatch.kernels.common.kv_slots import VerifiedRows
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
+from specbatch.models.cache_calibration import calibrate_cache
 from specbatch.models.decoder import Decoder
 from specbatch.weights.dummy import DummyCheckpoint
 
@@ -37,7 +38,8 @@ class Text:
 
 
 class Company:
-    """A tiny target whose texts are computed together. state: the type of matrix states; trees: verify some."""
+    """A tiny target whose texts are computed together. state: the type of matrix states; trees: verify some;
+    calibrated: keys and values are stored as in the FP8 KV cache of an engine (None: if they are in FP8)."""
 
     def __init__(
         self,
@@ -48,12 +50,17 @@ class Company:
         kv_dtype: torch.dtype | None = None,
         trees: bool = True,
         attention: PrefillAttention | None = None,
+        calibrated: bool | None = None,
     ) -> None:
         found = TargetCheckpoint(target) if isinstance(target, str) else target
         self._config, self._dtype, self._state = found.config, dtype, state
         self._device, self._kv_dtype, self._trees = device, kv_dtype or dtype, trees
-        self._attention = attention or prefill_backend("auto", device, dtype, found.config.head_dim)
+        self._attention = attention or prefill_backend("auto", device)
         self._model = Decoder(found.config, found.tensor, dtype=dtype, device=device, max_positions=1024)
+        calibrated = self._kv_dtype != dtype if calibrated is None else calibrated
+        self.calibration = calibrate_cache(self._model) if calibrated else None
+        if self.calibration is not None:
+            self._model = self._model.with_k_offsets(self.calibration.k_offsets)
 
     @torch.inference_mode()
     def alone(self, tokens: list[int]) -> torch.Tensor:
@@ -93,6 +100,8 @@ class Company:
         self._kv = KVCache(
             config, count, pages * len(texts), PAGE, self._kv_dtype, self._device, self._attention, states
         )
+        if self.calibration is not None:
+            self._kv.set_scales(self.calibration.k_scales, self.calibration.v_scales)
         return self._kv
 
     def _prefill(self, cache: KVCache, parts: list[tuple[Text, int]]) -> None:

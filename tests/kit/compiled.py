@@ -39,8 +39,10 @@ SIZES = ("N", "K", "x_stride", "y_stride", "x_token", "x_head", "weight_head", "
 
 
 def compiled(kernel: Any, kinds: dict[str, str], fixed: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """kinds: types of the arguments, of which those of pointers and of sizes of 16 are multiples of it."""
+    """kinds: types of the arguments, of which those of pointers and of sizes of 16 are multiples of it; arguments
+    without a type or a fixed value are None."""
     names = kernel.arg_names
+    fixed = fixed | {name: None for name in names if name not in kinds and name not in fixed}
     signature = {name: "constexpr" if name in fixed else kinds[name] for name in names}
     aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or (name in SIZES and name not in fixed)]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}

@@ -47,6 +47,7 @@ class TargetStub:
         self.tensors = randomise(tensor_shapes(self.config), vocabulary, 1.5)
         self.mtp = {f"mtp.{name}": tuple(tensor.shape) for name, tensor in (mtp or {}).items()}
         self.tensors |= {f"mtp.{name}": tensor for name, tensor in (mtp or {}).items()}
+        self.cache: dict[str, tuple[int, ...]] = {}
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
@@ -306,7 +307,7 @@ def write_head(folder: Path, config: dict[str, Any], tensors: Tensors, stem: str
 
 
 def loader_of(here: Any) -> Loader:
-    attention = prefill_backend("torch", CPU, torch.float32, 16)
+    attention = prefill_backend("torch", CPU)
     return Loader(
         dtype=torch.float32,
         kv_dtype=torch.float32,

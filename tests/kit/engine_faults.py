@@ -38,13 +38,13 @@ def stale_kv(patch: pytest.MonkeyPatch, layers: int | None = None) -> None:
     call = verify_attention.DecodeAttentionRef.__call__
     calls = {"count": 0}
 
-    def without_root(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: torch.Tensor) -> None:
+    def without_root(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: torch.Tensor, *scales: Any) -> None:
         calls["count"] += 1
         count = calls["rows"]
         if count > 1:
             slots = slots.clone()
             slots.view(-1, count)[:, 0] = 0  # of the padding page
-        write(k, v, k_cache, v_cache, slots)
+        write(k, v, k_cache, v_cache, slots, *scales)
 
     def noted(self: Any, *arguments: Any) -> Any:
         calls["rows"] = self._count

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from shared_prefixes import share_always, share_on_cpu
 from stand_ins import fake_graphs, late_results, random_draft_lengths
 from targets import MTP, SPECULATIONS, TARGETS, Targets
 
 from specbatch import Completion, Engine, SamplingParams
 from specbatch.config.draft_shape import shape_of
 from specbatch.config.engine_config import Graphs
+from specbatch.models.config import ModelConfig
 
 GRAPHS = {
     "eager": Graphs(),
@@ -22,7 +24,7 @@ GRAPHS = {
     "piecewise": Graphs(prefill="piecewise"),
     "both": Graphs(decode="whole", prefill="piecewise"),
 }
-MEMORY = ("roomy", "tight", "no-cache")
+MEMORY = ("roomy", "tight", "shared", "no-cache")
 # Trees reserve so many slots that few requests run at a time, and short texts never need another page.
 RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark")
 
@@ -77,6 +79,8 @@ class Case:
         if self.memory == "tight":  # little more than one request needs: others are retracted
             rows = slots_per_step(**SPECULATIONS[self.drafter])
             found |= {"max_model_len": 24, "page_size": 2, "kv_pages": 12 + rows + 4, "prefill_chunk": 8}
+        if self.memory == "shared":
+            found |= {"page_size": 2}
         if self.memory == "no-cache":
             found |= {"prefix_cache": False, "page_size": 1, "prefill_chunk": 5}
         return found
@@ -135,13 +139,15 @@ def check(case: Case, targets: Targets, patch: pytest.MonkeyPatch, device: str, 
         late_results(patch)
     if case.is_auto:
         random_draft_lengths(patch)
+    if case.memory == "shared":
+        share_always(patch) if device == "cuda" else share_on_cpu(patch)
     engine = _engine(case, targets, device, **settings)
     prompts, count = targets.prompts(case.target), LONGER if case.memory == "tight" or case.is_auto else NEW
     expected = [tokens[:count] for tokens in targets.greedy(case.target, LONGER)]
     assert _tokens(engine.generate(prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))) == expected
     if case.memory == "roomy":  # again, with the prefixes that these left
         assert _tokens(engine.generate(prompts, FEW)) == [tokens[:3] for tokens in expected]
-    _check_record(case, engine, targets.checkpoint(case.target).config.largest_window)
+    _check_record(case, engine, targets.checkpoint(case.target).config)
 
     sampled = engine.generate(prompts, SAMPLED)
     for done, logits in zip(sampled, target_logits(case, targets, sampled), strict=True):
@@ -166,15 +172,17 @@ def _sampled(targets: Targets, device: str, target: str, drafter: str, **setting
     return _tokens(engine.generate(targets.prompts(target), SAMPLED))
 
 
-def _check_record(case: Case, engine: Engine, window: int | None) -> None:
-    """Checks that the run exercised what the case claims. window: of all layers of the target, which needs no
+def _check_record(case: Case, engine: Engine, target: ModelConfig) -> None:
+    """Checks that the run exercised what the case claims. A target all of whose layers have windows needs no
     retractions where no draft reads more."""
-    record = engine.record()
+    record, window = engine.record(), target.largest_window
     metrics, graphs = record.metrics, GRAPHS[case.graphs]
     if case.memory == "roomy":
         assert metrics["cached_tokens"]
     if case.memory == "tight" and case.drafter in RETRACTED:
         assert bool(metrics["retractions"]) == (window is None or case.drafter != "none")
+    if case.memory == "shared" and engine.parts.caps["shared_prefixes"] == "once" and not target.recurrent_layers:
+        assert record.counters["sharing_iterations"]
     assert metrics["graph_coverage"] == (None if case.graphs == "eager" else 1.0)
     for name, counts in record.counters["graphs"].items():
         replayed = graphs.decode if name == "decode" else graphs.prefill

@@ -4,28 +4,33 @@ lengths, a timer of steps, a quantizing activation that notes what it is given."
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from specbatch.core.async_copy import AsyncCopy, StepTimer
-from specbatch.engine.schedule.draft_length import DraftLength
+from specbatch.engine.schedule.draft_length import Choice, DraftLength
+from specbatch.engine.schedule.step_model import StepModel
 from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
 from specbatch.kernels.gemm.quantized import fp8_linear
 from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
 from specbatch.kernels.gemm.quantized.fp8_quantize import silu_and_mul_fp8
-from specbatch.runtime.cuda_graphs import Program, nothing
+from specbatch.runtime.cuda_graphs import Program, Recorder, nothing
 
 
-class FakeRecorder:
+class FakeRecorder(Recorder):
     """`cuda_graphs.Recorder` without CUDA: a recording runs its program again, on fixed tensors as a graph would.
 
     It cannot show that a program launches something a graph cannot hold: tests/test_gpu.py records for real.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, may_leave_out: bool = True) -> None:
         self.recorded = 0
+        self._may_leave_out = may_leave_out
+
+    def _take_pool(self) -> None:
+        pass
 
     def warm(self, program: Program) -> None:
         if is_rehearsing():
@@ -55,53 +60,60 @@ def late_results(patch: pytest.MonkeyPatch, late: bool = True) -> None:
 def no_step_times(patch: pytest.MonkeyPatch) -> None:
     """Engines with `draft_tokens="auto"` neither time steps at start nor learn from step times."""
     patch.setattr(DraftLength, "took", lambda *_: None)
-    patch.setattr("specbatch.engine.setup.builder.measure_step_times", lambda *_, **__: {})
+    patch.setattr("specbatch.engine.setup.builder.measure_catch_up", lambda *_, **__: (1e-3, 1e-4))
+
+    def constant(worker: object, buckets: list[int], lengths: Sequence[int], **_: object) -> StepModel:
+        return StepModel(buckets, {size: dict.fromkeys(lengths, 1.0) for size in buckets})
+
+    patch.setattr("specbatch.engine.setup.builder.measure_step_times", constant)
 
 
-def _chosen_by(patch: pytest.MonkeyPatch, choose: Callable[[DraftLength, int], int]) -> None:
+def _chosen_by(patch: pytest.MonkeyPatch, choose: Callable[[DraftLength, int], Choice]) -> None:
     no_step_times(patch)
-    patch.setattr(DraftLength, "choose", choose)
+    patch.setattr(DraftLength, "choose", lambda self, rows, describe: choose(self, rows))
 
 
 def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
-    """`draft_tokens="auto"` chooses at random, some lengths for several steps, and measures no times."""
-    chance, chosen = random.Random(seed), [0]
+    """`draft_tokens="auto"` chooses at random, some lengths for several steps, at times for some of the requests only,
+    and measures no times. Whether the draft runs for prompts is random, too."""
+    chance, chosen, share = random.Random(seed), [0], [1.0]
 
-    def choose(self: DraftLength, rows: int) -> int:
+    def choose(self: DraftLength, rows: int) -> Choice:
         if chance.random() < 0.6:
             chosen[0] = chance.choice([0, *self.draft_lengths])
-        return chosen[0]
+            share[0] = chance.choice([0.5, 0.8, 1.0])
+        some = int(share[0] * rows)
+        if self.is_auto and self.can_split and 0 < some < rows and chosen[0]:
+            return Choice(chosen[0], sorted(chance.sample(range(rows), some)))
+        return Choice(chosen[0])
 
     _chosen_by(patch, choose)
+    patch.setattr(DraftLength, "drafts_prompts", lambda *_: chance.random() < 0.7)
 
 
 def planned_draft_lengths(patch: pytest.MonkeyPatch, plan: list[int], after: int = 0) -> None:
-    """`draft_tokens="auto"` chooses these lengths, a step each, and takes them out of the list; then `after`. A step
-    with drafts before one without is a probe. No times are measured."""
-
-    def choose(self: DraftLength, rows: int) -> int:
-        length = plan.pop(0) if plan else after
-        self.probing = length > 0 and plan[:1] == [0]
-        return length
-
-    _chosen_by(patch, choose)
+    """`draft_tokens="auto"` chooses these lengths, a step each, and takes them out of the list; then `after`. No times
+    are measured, and the draft runs for all prompts."""
+    _chosen_by(patch, lambda self, rows: Choice(plan.pop(0) if plan else after))
+    patch.setattr(DraftLength, "drafts_prompts", lambda *_: True)
 
 
 class OneSecond(StepTimer):
-    """A decode step takes one second and follows the previous one after half a second."""
+    """A decode step or prefill pass takes one second and follows the previous one after half a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_prefill: bool) -> None:
+        self.is_prefill = is_prefill
         self._previous: StepTimer | None = None
 
     @classmethod
-    def begin(cls, device: torch.device) -> StepTimer:
-        return cls()
+    def begin(cls, device: torch.device, *, is_prefill: bool = False) -> StepTimer:
+        return cls(is_prefill)
 
     def end(self, previous: StepTimer | None) -> None:
         self._previous = previous
 
     def seconds(self) -> tuple[float, float | None]:
-        return 1.0, 0.5 if self.follows else None
+        return 1.0, None if self._previous is None else 0.5
 
 
 def timed_by(patch: pytest.MonkeyPatch, timer: type[StepTimer] = OneSecond) -> None:

@@ -227,6 +227,7 @@ class TargetCheckpoint:
         self.tensors[self.config.names.embedding] = embedding
         self.tensors[self.config.names.head] = embedding[last.clamp(max=vocabulary - 1)] / math.sqrt(hidden)
         self.mtp: dict[str, tuple[int, ...]] = {}
+        self.cache: dict[str, tuple[int, ...]] = {}
         if name in MTP:
             network = import_module(self.config.mtp_module)
             self.mtp = tensor_shapes(network.mtp_config(self.config, layers=mtp_layers or 1))
@@ -314,7 +315,7 @@ class Targets:
         config = found.config
         model = self._reference(name)
         types = dict.fromkeys(state_types(torch.float64, "fp32"), torch.float64)
-        attention = prefill_backend("torch", cpu, torch.float64, config.head_dim)
+        attention = prefill_backend("torch", cpu)
         table = torch.arange(len(texts) + 1)[:, None]
         states = RecurrentStates(config.state_shapes, max(model.recurrent_layers, 1), len(table), 1, types, cpu)
         kv = KVCache(config, model.kv_layers, len(texts), 64, torch.float64, cpu, attention, states)

@@ -45,7 +45,7 @@ def logits_of(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 def prefill_texts(model: Decoder, texts: Sequence[Sequence[int]]) -> tuple[list[Features], KVCache]:
     """Features of every token of each text, and a cache whose page n + 1 holds the keys and values of text n."""
     cpu, longest = torch.device("cpu"), max(map(len, texts))
-    backend = prefill_backend("torch", cpu, torch.float32, model.config.head_dim)
+    backend = prefill_backend("torch", cpu)
     cache = KVCache(model.config, len(model.layers), len(texts), longest, torch.float32, cpu, backend)
     chunks = [PromptChunk(row, 0, len(text)) for row, text in enumerate(texts, 1)]
     metadata = PrefillMetadata(torch.arange(len(texts) + 1)[:, None], chunks, longest)

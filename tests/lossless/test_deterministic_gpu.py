@@ -288,10 +288,21 @@ def test_float32_results(targets: Targets, drafter: str, target: str) -> None:
     assert _results(done) == _one_by_one(targets, target, "float32")
 
 
+@pytest.mark.parametrize("target", ["llama", "gemma3", "gpt-oss", "deepseek-v2"])
+@pytest.mark.parametrize("drafter", ["none", "ngram-tree", "eagle3", "model"])
+def test_results_with_an_fp8_cache(targets: Targets, drafter: str, target: str) -> None:
+    """Twice: then with prefixes from the cache."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "kv_dtype": "fp8", "deterministic": True, "device": "cuda"}
+    engine = targets.engine(target, drafter, graphs=lossless.GRAPHS["both"], prefill_chunk=5, **settings)
+    for _ in range(2):
+        done = engine.generate(targets.prompts(target), _SAMPLED)
+        assert _results(done) == _one_by_one(targets, target, kv_dtype="fp8")
+
+
 @cache
-def _one_by_one(targets: Targets, name: str, dtype: str = "bfloat16") -> list[Any]:
+def _one_by_one(targets: Targets, name: str, dtype: str = "bfloat16", kv_dtype: str = "auto") -> list[Any]:
     """The baseline's results, one request at a time."""
-    settings: dict[str, Any] = {"dtype": dtype, "deterministic": True, "device": "cuda"}
+    settings: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "deterministic": True, "device": "cuda"}
     engine = targets.engine(name, "none", "v1", max_running=1, prefix_cache=False, **settings)
     pairs = zip(targets.prompts(name), _SAMPLED, strict=True)
     return [result for prompt, params in pairs for result in _results(engine.generate([prompt], params))]

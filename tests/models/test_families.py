@@ -317,7 +317,7 @@ def memory_of(ours: Decoder) -> KVCache:
         for layer in states.layers:
             for tensor in layer.values():
                 tensor[1:] = torch.nan
-    backend = prefill_backend("torch", CPU, torch.float32, 16)
+    backend = prefill_backend("torch", CPU)
     return KVCache(config, ours.kv_layers, PAGES, PAGE, torch.float32, CPU, backend, states)
 
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MODULES = {"lm-eval": "lm_eval", "reasoning-gym": "reasoning_gym", "pyyaml": "yaml"}  # distributions with another name
 EXTRA_MODULES = {module for modules in EXTRAS.values() for module in modules}
-OF_OTHERS = {"pyarrow", "pydantic_core", "click", "triton", "flashinfer", "flash_attn"}  # come with torch, typer, ...
+OF_OTHERS = {"pyarrow", "pydantic_core", "click", "triton"}  # come with torch, typer, ...
 OPTIONAL = EXTRA_MODULES | {
     *("datasets", "evaluate", "lm_eval", "matplotlib", "pandas", "pyarrow", "scipy", "sklearn", "triton"),
 }  # what `generate` does not import

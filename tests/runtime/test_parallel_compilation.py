@@ -21,7 +21,6 @@ import triton.language as tl
 from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 
-from specbatch.kernels.common.rehearsal import values_needed
 from specbatch.runtime.parallel_compilation import compile_ahead, compiling_only
 
 KIT = Path(__file__).parents[1] / "kit"
@@ -152,10 +151,10 @@ def test_a_part_that_needs_a_value_leaves_the_others(hopper: None) -> None:
 
     def part(first: int) -> Iterator[int]:
         yield from launches(JITFunction(add), *[16] * first)
-        values_needed("a test")
+        torch.ones(1).item()
 
     found = compile_ahead([part(0), part(2), launches(JITFunction(add), 16, 32)], [], silent)
-    assert found.missed == ["a test"] * 2
+    assert len(found.missed) == 2
     assert found.kernels == ["add"] * 2
 
 

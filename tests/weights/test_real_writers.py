@@ -20,6 +20,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.weights import open_checkpoint
+from specbatch.weights.cache_scales import read_cache_scales
 from specbatch.weights.checkpoint import read_config
 
 FILES = Path(__file__).parent / "real_writers" / "files"
@@ -71,6 +72,25 @@ def test_half_of_the_symmetric_scales_of_auto_round_are_negative(name: str) -> N
     tensors = load_file(FILES / name / "model.safetensors")
     scales = torch.cat([tensor.flatten() for part, tensor in tensors.items() if part.endswith(".scales")])
     assert 0.4 < (scales < 0).float().mean() < 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "v"),
+    [
+        ("llm-compressor-cache", [[0.00946044921875] * 2, [0.00994873046875, 0.00982666015625]], 0.00946044921875),
+        ("llm-compressor-fp8-cache", [[0.00946044921875] * 2, [0.01007080078125] * 2], 0.01043701171875),
+        ("modelopt-fp8-cache", [[0.01178850419819355] * 2, [0.0107421875] * 2], 0.01081194169819355),
+        ("quark-fp8-cache", [[0.0093994140625] * 2, [0.01153564453125] * 2], 0.01251220703125),
+    ],
+)
+def test_scales_of_caches(name: str, k: list[list[float]], v: float) -> None:
+    """As the files have them: per KV head, and per tensor. v: of the last layer and head."""
+    checkpoint = open_checkpoint(str(FILES / name))
+    found = read_cache_scales(checkpoint)
+    assert found is not None
+    assert checkpoint.config.cache_type == "FP8"
+    assert found.k.tolist() == k
+    assert found.v[-1, -1].item() == v
 
 
 @pytest.mark.parametrize(("name", "message"), REFUSED.items())

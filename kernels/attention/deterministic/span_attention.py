@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from specbatch.kernels.attention.qkv import write_keys, write_latent_ref
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.stored_kv import gather_stored
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.common.rowwise import exp, row_sum
 
@@ -38,11 +39,14 @@ def span_attention(
     end: torch.Tensor,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [B, rows, heads, dim]; caches [pages, page_size, kv, dim]; slots int64 [B, keys]: flat slots of keys 0, 1, ...
     of each sequence; begin, end int64 [B, rows]: a query sees keys begin..end - 1, at least one; sinks float32 [heads]:
     see `QKVLayout`, added last. scale: of the scores, dim**-0.5 if None. Where v_cache holds latents [pages, page_size,
-    1, rank] and k_cache the rotated part of keys, a key is [latent, rotated part].
+    1, rank] and k_cache the rotated part of keys, a key is [latent, rotated part]. k_scale, v_scale: see
+    `AttentionInputs`.
 
     Returns [B, rows, heads, dim], of latents rank in place of dim.
     """
@@ -61,7 +65,7 @@ def span_attention(
         key = torch.arange(start, start + SPAN, device=q.device)
         at = slots[:, start : start + SPAN]
         at = F.pad(at, (0, SPAN - at.shape[1]))
-        k, v = (_rows(cache, at, key < count[:, None]) for cache in (k_cache, v_cache))
+        k, v = (_rows(*stored, at, key < count[:, None]) for stored in ((k_cache, k_scale), (v_cache, v_scale)))
         k = k if k.shape[-1] == dim else torch.cat([v, k], -1)
         k, v = (F.pad(x, (0, _aligned(x.shape[-1]) - x.shape[-1])) for x in (k, v))
         scores = _gemm(queries, k.transpose(-1, -2)) * scale
@@ -91,10 +95,11 @@ def _blocks(x: torch.Tensor) -> torch.Tensor:
     return filled
 
 
-def _rows(cache: torch.Tensor, slots: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
+def _rows(cache: torch.Tensor, scale: torch.Tensor | None, slots: torch.Tensor, exists: torch.Tensor) -> torch.Tensor:
     """Keys or values float32 [B, kv, 1, keys, dim] at flat slots [B, keys]; zeros where none exists."""
-    found = cache.flatten(0, 1)[slots].float().masked_fill(~exists[..., None, None], 0.0)
-    return found.transpose(1, 2)[:, :, None]
+    found = gather_stored(cache.flatten(0, 1), slots.flatten(), torch.float32, scale).unflatten(0, slots.shape)
+    held: torch.Tensor = found.masked_fill(~exists[..., None, None], 0.0)
+    return held.transpose(1, 2)[:, :, None]
 
 
 def _aligned(width: int) -> int:
@@ -138,10 +143,11 @@ class SpanDecodeAttention:
 
     def __call__(self, inputs: AttentionInputs, mask: Mask) -> torch.Tensor:
         """As `DecodeAttentionRef.__call__`."""
-        _, heads, _, k_cache, v_cache = inputs
+        _, heads, _, k_cache, v_cache, *scales = inputs
         q = write_keys(inputs, self._new).unflatten(0, (len(self._slots), -1))
         scale = heads.scale if isinstance(heads, LatentLayout) else None
-        attended = span_attention(q, k_cache, v_cache, self._slots, *self._bounds(mask), heads.sinks, scale)
+        bounds = self._bounds(mask)
+        attended = span_attention(q, k_cache, v_cache, self._slots, *bounds, heads.sinks, scale, *scales)
         return attended.flatten(0, 1).flatten(1)
 
 
@@ -166,9 +172,11 @@ def span_prefill_attention(
     window: int = 0,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of prompt chunks, whose keys and values are in the cache: q [T, heads, dim] of `spans` -> [T,
-    heads, dim]. A query sees `window` keys, itself included; 0 is all. sinks, scale: see `span_attention`."""
+    heads, dim]. A query sees `window` keys, itself included; 0 is all. sinks and scales: see `span_attention`."""
     parts: list[torch.Tensor] = []
     for rows, row, start in zip(q.split(spans.counts), spans.rows, spans.starts, strict=True):
         for part in rows.split(_AT_ONCE):
@@ -176,14 +184,15 @@ def span_prefill_attention(
             keys = torch.arange(start + len(part), device=q.device)[None]
             slots = kv_slots(spans.page_table, torch.full_like(keys, row), keys, spans.page_size)
             begin = _begin(end, window or None)
-            parts.append(span_attention(part[None], k_cache, v_cache, slots, begin, end, sinks, scale)[0])
+            scales = scale, k_scale, v_scale
+            parts.append(span_attention(part[None], k_cache, v_cache, slots, begin, end, sinks, *scales)[0])
             start += len(part)
     return torch.cat(parts)
 
 
 def span_latent_prefill(inputs: AttentionInputs, slots: torch.Tensor, spans: RaggedBatch) -> torch.Tensor:
     """`latent_prefill_ref`, deterministic."""
-    _, heads, _, k_cache, v_cache = inputs
+    _, heads, _, k_cache, v_cache, *scales = inputs
     assert isinstance(heads, LatentLayout)
     q = write_latent_ref(inputs, slots)
-    return span_prefill_attention(q, k_cache, v_cache, spans, scale=heads.scale).flatten(1)
+    return span_prefill_attention(q, k_cache, v_cache, spans, 0, None, heads.scale, *scales).flatten(1)

@@ -27,6 +27,7 @@ import triton.language as tl
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.stored_kv_triton import power_of_two
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.pdl_triton import let_next_kernel_start, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
@@ -88,9 +89,11 @@ class SpanPass(NamedTuple):
 
 def prefill_attention(inputs: PrefillInputs, keys: int = KEYS) -> torch.Tensor:
     """Causal attention over caches that hold all keys of the pass -> [T, heads, dim]. keys: of a tile."""
-    q, _, _, k_cache, v_cache, spans, window, out, sinks = inputs
+    q, _, _, k_cache, v_cache, spans, window, out, sinks, *scales = inputs
     span_pass = SpanPass.prompt(spans)
-    return attend_to_spans(q, k_cache, v_cache, span_pass, out=out, window=window or None, sinks=sinks, keys=keys)
+    return attend_to_spans(
+        q, k_cache, v_cache, span_pass, *scales, out=out, window=window or None, sinks=sinks, keys=keys
+    )
 
 
 def decode_attention(queries: DecodeQueries) -> partial[torch.Tensor]:
@@ -152,9 +155,9 @@ def _decode(
     mask: Mask,
 ) -> torch.Tensor:
     assert mask.causal, "tokens of a target see no keys after them"
-    _, heads, _, k_cache, v_cache = inputs
+    _, heads, _, k_cache, v_cache, *scales = inputs
     q, span_pass = split_qkv_rope(inputs, slots)[0], SpanPass.decode(queries, lineages)
-    return attend_to_spans(q, k_cache, v_cache, span_pass, window=mask.window, sinks=heads.sinks).flatten(1)
+    return attend_to_spans(q, k_cache, v_cache, span_pass, *scales, window=mask.window, sinks=heads.sinks).flatten(1)
 
 
 def warps_and_stages(rows: int, block: int, *, is_fp32: bool, is_spread: bool) -> tuple[int, int]:
@@ -171,6 +174,8 @@ def attend_to_spans(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     span_pass: SpanPass,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     *,
     out: torch.Tensor | None = None,
     window: int | None = None,
@@ -212,8 +217,8 @@ def attend_to_spans(
     if splits > 1:
         partials, arrivals = reserve(q.device, cells, programs)
     span_attention_kernel[(kv, sequences * per_sequence, splits)](
-        q, k_cache, v_cache, sinks, out, partials, arrivals, *bounds, tiles, nodes, seen,
-        page_table, page_table.stride(0), q.stride(0), width, spans, count, per_sequence, window, dim**-0.5 * LOG2E,
+        q, k_cache, v_cache, k_scale, v_scale, sinks, out, partials, arrivals, *bounds, tiles, nodes, seen, page_table,
+        page_table.stride(0), q.stride(0), width, spans, count, per_sequence, window, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=page_size, TOKENS=tokens,
         ROWS=rows, FEW=few, KEYS=keys, SPAN=SPAN, SPREAD=splits > 1,
         AT_ONCE=max(1, min(16, 32 * warps // few)), **pdl(q), num_warps=warps, num_stages=stages,
@@ -232,11 +237,15 @@ def _merge(acc, top, total, part, part_top, part_total):
 
 
 @triton.jit
-def _finish_softmax(acc, top, total, sinks, query_head):
-    """The end of a softmax: a weighted sum [M, D] over the sum of its weights. The sinks of heads [M] come last."""
+def _finish_softmax(acc, top, total, sinks, query_head, v_scale):
+    """The end of a softmax: a weighted sum [M, D] over the sum of its weights. The sinks of heads [M] come last.
+    v_scale: of the values, or None."""
     if sinks is not None:
         acc, top, total = _merge(acc, top, total, 0.0, tl.load(sinks + query_head)[:, None] * _LOG2E, 1.0)
-    return acc / tl.where(total > 0, total, 1.0)
+    acc = acc / tl.where(total > 0, total, 1.0)
+    if v_scale is not None:
+        acc = acc * v_scale
+    return acc
 
 
 @triton.jit
@@ -273,8 +282,8 @@ def _slots(pages, lineage, key, start, high, page_stride, PAGE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["page_stride", "q_stride", "width", "spans", "count", "per_sequence", "window"])
 def span_attention_kernel(
-    q, k_cache, v_cache, sinks, out, partials, arrivals, starts, ends, rows, offsets, tiles, lineages, seen, page_table,
-    page_stride, q_stride, width, spans, count, per_sequence, window, scale,
+    q, k_cache, v_cache, k_scale, v_scale, sinks, out, partials, arrivals, starts, ends, rows, offsets, tiles, lineages,
+    seen, page_table, page_stride, q_stride, width, spans, count, per_sequence, window, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, FEW: tl.constexpr, KEYS: tl.constexpr, SPAN: tl.constexpr,
     SPREAD: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
@@ -295,6 +304,9 @@ def span_attention_kernel(
     inside = (column < DIM)[None, :]
     source = q + ((offset + token) * q_stride + query_head * DIM)[:, None] + column[None, :]
     queries = tl.load(source, mask=real[:, None] & inside, other=0.0)
+    if (k_cache.dtype.element_ty == tl.float8e4nv) & (queries.dtype == tl.bfloat16):  # see `stored_kv_triton`
+        power, inverse = power_of_two(tl.max(tl.abs(queries.to(tl.float32)), 1)[:, None])
+        queries, scale = (queries * inverse).to(tl.float16), scale * power
     newest = (start + token)[:, None]  # the last key that a row sees
     last = tl.minimum(start + first + TOKENS, stop)
     lineage = lineages
@@ -312,6 +324,11 @@ def span_attention_kernel(
         share = tl.cdiv(filled, tl.num_programs(2)) * SPAN
         low, high = low + split * share, tl.minimum(low + (split + 1) * share, high)
 
+    v_by = v_scale
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + head)
+    if v_scale is not None:
+        v_by = tl.load(v_scale + head)
     size: tl.constexpr = FEW * (BLOCK_D + 2)
     program = index * KV + head
     parts = partials + program.to(tl.int64) * spans * size
@@ -386,11 +403,11 @@ def span_attention_kernel(
                     mixed, mixed_top, mixed_total, accs[step], tops[step], totals[step]
                 )
         result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
-        mixed = _finish_softmax(mixed, mixed_top, mixed_total, sinks, query_head)
+        mixed = _finish_softmax(mixed, mixed_top, mixed_total, sinks, query_head, v_by)
         tl.store(result, mixed.to(out.dtype.element_ty), mask=there & inside)
     else:
         result = out + ((offset + token) * (KV * GROUP) + query_head)[:, None] * DIM + column[None, :]
-        whole = _finish_softmax(whole, whole_top, whole_total, sinks, query_head)
+        whole = _finish_softmax(whole, whole_top, whole_total, sinks, query_head, v_by)
         tl.store(result, whole.to(out.dtype.element_ty), mask=real[:, None] & inside)
 
 

@@ -31,6 +31,7 @@ from specbatch.kernels.attention.deterministic.span_attention_triton import (
 from specbatch.kernels.attention.qkv import write_latent
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.stored_kv_triton import power_of_two
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
@@ -72,7 +73,7 @@ def _launch(
     q: torch.Tensor, inputs: AttentionInputs, span_pass: SpanPass, splits: int | None, span: int
 ) -> torch.Tensor:
     """q: from `inputs`, whose keys are written. Returns [T, count * rank]."""
-    _, heads, positions, k_cache, v_cache = inputs
+    _, heads, positions, k_cache, v_cache, k_scale, v_scale = inputs
     assert isinstance(heads, LatentLayout)
     bounds, spans, page_table, longest, count, lineages = span_pass
     rank, rope, total = heads.rank, heads.dim - heads.rank, len(q) * heads.count
@@ -96,15 +97,15 @@ def _launch(
     out = torch.empty(len(q), heads.count * rank, dtype=q.dtype, device=q.device)
     partials = reserve(q.device, cells, 0)[0] if splits > 1 else out
     span_latents_kernel[(heads.count // group, sequences * per_sequence, splits)](
-        q, k_cache, v_cache, out, partials, *bounds, tiles, nodes, seen, page_table, page_table.stride(0), q.stride(0),
-        width, total, parts, count, per_sequence, heads.scale * LOG2E,
+        q, k_cache, v_cache, k_scale, v_scale, out, partials, *bounds, tiles, nodes, seen, page_table,
+        page_table.stride(0), q.stride(0), width, total, parts, count, per_sequence, heads.scale * LOG2E,
         HEADS=heads.count, GROUP=group, RANK=rank, BLOCK_R=block, ROPE=rope,
         BLOCK_P=tile_side(rope), PAGE=k_cache.shape[1], TOKENS=tokens, ROWS=rows, KEYS=keys,
         SPAN=span, SPREAD=splits > 1, **pdl(q), num_warps=WARPS, num_stages=STAGES, enable_fp_fusion=False,
     )  # fmt: skip
     if splits > 1:
         merge_spans_kernel[(total,)](
-            partials, positions, out, total, parts, HEADS=heads.count, RANK=rank, BLOCK_R=block, SPAN=span,
+            partials, positions, v_scale, out, total, parts, HEADS=heads.count, RANK=rank, BLOCK_R=block, SPAN=span,
             AT_ONCE=AT_ONCE, **pdl(q), num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
@@ -112,8 +113,8 @@ def _launch(
 
 @triton.jit(do_not_specialize=["page_stride", "width", "total", "spans", "count", "per_sequence"])
 def span_latents_kernel(
-    q, k_cache, v_cache, out, partials, starts, ends, page_rows, offsets, tiles, lineages, seen, page_table,
-    page_stride, q_stride, width, total, spans, count, per_sequence, scale,
+    q, k_cache, v_cache, k_scale, v_scale, out, partials, starts, ends, page_rows, offsets, tiles, lineages, seen,
+    page_table, page_stride, q_stride, width, total, spans, count, per_sequence, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_P: tl.constexpr, PAGE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     SPAN: tl.constexpr, SPREAD: tl.constexpr, PDL: tl.constexpr,
@@ -145,6 +146,18 @@ def span_latents_kernel(
         share = tl.cdiv(tl.cdiv(high, SPAN), tl.num_programs(2)) * SPAN
         low, high = split * share, tl.minimum((split + 1) * share, high)
 
+    latent_scale, turned_scale = scale, scale
+    if v_scale is not None:  # latents are keys, too
+        latent_scale = scale * tl.load(v_scale)
+    if k_scale is not None:
+        turned_scale = scale * tl.load(k_scale)
+    ratio = latent_scale / turned_scale
+    if (k_cache.dtype.element_ty == tl.float8e4nv) & (queries.dtype == tl.bfloat16):  # see `stored_kv_triton`
+        largest = tl.max(tl.abs(turned_queries.to(tl.float32)), 0)
+        largest = tl.maximum(largest, tl.max(tl.abs(queries.to(tl.float32)), 0))
+        power, inverse = power_of_two(largest[None, :])
+        queries, turned_queries = (queries * inverse).to(tl.float16), (turned_queries * inverse).to(tl.float16)
+        turned_scale *= power
     ones = tl.full([64, KEYS], 1.0, queries.dtype)  # 64 rows of an instruction
     acc, top = tl.zeros([BLOCK_R, ROWS], tl.float32), tl.full([1, ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([64, ROWS], tl.float32)  # in every row
@@ -160,7 +173,9 @@ def span_latents_kernel(
         slot = _slots(pages, lineage, key + KEYS, start, high, page_stride, PAGE)
         latent, turned = latent.to(queries.dtype), turned.to(queries.dtype)
         scores = tl.dot(latent, queries, input_precision="ieee")
-        scores = tl.dot(turned, turned_queries, scores, input_precision="ieee") * scale
+        if (k_scale is not None) | (v_scale is not None):
+            scores *= ratio
+        scores = tl.dot(turned, turned_queries, scores, input_precision="ieee") * turned_scale
         scores = tl.where(key[:, None] <= newest, scores, float("-inf"))
         # Keys that a row does not see change nothing: its maximum stays, and 0 is added.
         peak = tl.maximum(top, tl.max(scores, 0)[None, :])
@@ -184,13 +199,15 @@ def span_latents_kernel(
             mass = tl.zeros([64, ROWS], tl.float32)
     if not SPREAD:
         whole = whole / tl.where(whole_mass > 0, whole_mass, 1.0)
+        if v_scale is not None:
+            whole *= tl.load(v_scale)
         place = out + target[None, :] * RANK + column[:, None]
         tl.store(place, whole.to(out.dtype.element_ty), inside[:, None] & real[None, :])
 
 
 @triton.jit(do_not_specialize=["total", "spans"])
 def merge_spans_kernel(
-    partials, positions, out, total, spans,
+    partials, positions, v_scale, out, total, spans,
     HEADS: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, SPAN: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -216,4 +233,6 @@ def merge_spans_kernel(
         for step in tl.static_range(AT_ONCE):
             whole, top, mass = _merge(whole, top, mass, accs[step], tops[step], masses[step])
     whole = whole / tl.where(mass > 0, mass, 1.0)
+    if v_scale is not None:
+        whole *= tl.load(v_scale)
     tl.store(out + row * RANK + column[:, None], whole.to(out.dtype.element_ty), inside)

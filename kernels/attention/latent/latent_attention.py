@@ -26,6 +26,7 @@ from specbatch.kernels.attention.queries import (
     Mask,
 )
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.stored_kv import gather_stored
 from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, wrap_packed_rows
 from specbatch.kernels.dispatch import is_deterministic, op, runs_kernels
 
@@ -36,8 +37,10 @@ def _attend(q: torch.Tensor, inputs: AttentionInputs, pages: torch.Tensor, bias:
     assert isinstance(inputs.heads, LatentLayout)
     batch, rows, heads, _ = q.shape
     turned, latent = (
-        cache[pages].flatten(1, 2).transpose(1, 2)[:, :, : bias.shape[-1]].to(q.dtype)
-        for cache in (inputs.k_cache, inputs.v_cache)
+        gather_stored(cache, pages.flatten(), q.dtype, scale)
+        .view(batch, -1, 1, cache.shape[-1])
+        .transpose(1, 2)[:, :, : bias.shape[-1]]
+        for cache, scale in ((inputs.k_cache, inputs.k_scale), (inputs.v_cache, inputs.v_scale))
     )
     packed, keys = q.transpose(1, 2).flatten(1, 2)[:, None], torch.cat([latent, turned], -1)
     out = F.scaled_dot_product_attention(packed, keys, latent, attn_mask=bias, scale=inputs.heads.scale)

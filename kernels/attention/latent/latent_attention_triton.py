@@ -16,7 +16,9 @@ import triton.language as tl
 from specbatch.kernels.attention.qkv_triton import write_latent
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two
 from specbatch.kernels.attention.verify.verify_attention_configs import splits_for
+from specbatch.kernels.common.e4m3_triton import dequantize_e4m3
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.common.sizes import cdiv, tile_side
 from specbatch.kernels.common.workspace import reserve
@@ -49,7 +51,7 @@ def tile_for(rows: int, item: int) -> LatentTile:
 
 @triton.jit(do_not_specialize=["n", "first_node"])
 def latent_attention_kernel(
-    q, k_cache, v_cache, out, partials, logs, page_table, tiles, bounds, slots, lengths, ancestors,
+    q, k_cache, v_cache, k_scale, v_scale, out, partials, logs, page_table, tiles, bounds, slots, lengths, ancestors,
     n, first_node, capacity, width, bounds_stride, scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
@@ -95,7 +97,30 @@ def latent_attention_kernel(
     share = tl.cdiv(tl.cdiv(keys, splits), BLOCK_N) * BLOCK_N
     begin = split * share
     end = tl.minimum(begin + share, keys)
-    acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    latent_scale, turned_scale = scale, scale
+    if v_scale is not None:  # latents are keys, too
+        latent_scale = scale * tl.load(v_scale)
+    if k_scale is not None:
+        turned_scale = scale * tl.load(k_scale)
+    ratio = latent_scale / turned_scale
+    # In FP8, a warp's instructions take keys from registers in float16 (`stored_kv_triton`). Those of a warpgroup (64
+    # rows) take them, and queries as they are, from shared memory.
+    FP8: tl.constexpr = v_cache.dtype.element_ty == tl.float8e4nv
+    PAIRS: tl.constexpr = FP8 and BLOCK_M == 16
+    if PAIRS and q_latent.dtype == tl.bfloat16:
+        largest = tl.max(tl.abs(q_turned.to(tl.float32)), 1)
+        largest = tl.maximum(largest, tl.max(tl.abs(q_latent.to(tl.float32)), 1))
+        power, inverse = power_of_two(largest[:, None])
+        q_latent, q_turned = (q_latent * inverse).to(tl.float16), (q_turned * inverse).to(tl.float16)
+        turned_scale *= power
+    wide: tl.constexpr = q_latent.dtype
+    if PAIRS:
+        pair = tl.arange(0, BLOCK_R // 2)
+        paired = pair < RANK // 2
+        q_one, q_two = tl.split(tl.reshape(q_latent, (BLOCK_M, BLOCK_R // 2, 2)))
+        one, two = tl.zeros([BLOCK_M, BLOCK_R // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_R // 2], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     for at in range(begin, end, BLOCK_N):
@@ -103,11 +128,21 @@ def latent_attention_kernel(
         exists = key < end
         page = tl.load(pages + key // PAGE, exists, 0)
         slot = page * PAGE + key % PAGE
-        latent = tl.load(v_cache + slot[:, None] * RANK + column[None, :], exists[:, None] & inside[None, :], 0.0)
         turned = tl.load(k_cache + slot[:, None] * ROPE + turning[None, :], exists[:, None] & turns[None, :], 0.0)
-        latent, turned = latent.to(q_latent.dtype), turned.to(q_latent.dtype)
-        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision="ieee") * scale
+        if PAIRS:
+            place = v_cache.to(tl.pointer_type(tl.int16)) + slot[:, None] * (RANK // 2) + pair[None, :]
+            first, second = fp8_pairs(tl.load(place, exists[:, None] & paired[None, :], 0), wide)
+            scores = tl.dot(q_one, tl.trans(first), input_precision="ieee")
+            scores = tl.dot(q_two, tl.trans(second), scores, input_precision="ieee")
+        else:
+            place = v_cache + slot[:, None] * RANK + column[None, :]
+            latent = tl.load(place, exists[:, None] & inside[None, :], 0.0)
+            if FP8:
+                latent, turned = dequantize_e4m3(latent, wide), dequantize_e4m3(turned, wide)
+            scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        if (k_scale is not None) | (v_scale is not None):
+            scores *= ratio
+        scores = tl.dot(q_turned, tl.trans(turned.to(wide)), scores, input_precision="ieee") * turned_scale
         if ancestors is not None:
             node = key - length
             bit = (word[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]) & 1
@@ -120,9 +155,18 @@ def latent_attention_kernel(
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(latent.dtype), latent, acc * fade[:, None], input_precision="ieee")
+        weights = weights.to(wide)
+        if PAIRS:
+            one = tl.dot(weights, first, one * fade[:, None], input_precision="ieee")
+            two = tl.dot(weights, second, two * fade[:, None], input_precision="ieee")
+        else:
+            acc = tl.dot(weights, latent, acc * fade[:, None], input_precision="ieee")
         peak = higher
+    if PAIRS:
+        acc = tl.reshape(tl.join(one, two), (BLOCK_M, BLOCK_R))
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if v_scale is not None:
+        acc *= tl.load(v_scale)
     target = (first_token + token) * HEADS + head
     mask = live[:, None] & inside[None, :]
     if splits == 1:
@@ -214,11 +258,11 @@ def _attend(
 ) -> torch.Tensor:
     """q: from `inputs`, whose keys are written. tokens: of each sequence of `queries`, or of a tile of `spans`, which
     come with their tiles."""
-    _, heads, _, k_cache, v_cache = inputs
+    _, heads, _, k_cache, v_cache, k_scale, v_scale = inputs
     assert isinstance(heads, LatentLayout)
     rows, rank, rope = len(q) * heads.count, heads.rank, heads.dim - heads.rank
     out = torch.empty(len(q), heads.count * rank, dtype=q.dtype, device=q.device)
-    block, splits = tile_side(rank), grid[1]
+    block, splits = 2 * tile_side(rank // 2), grid[1]
     partials, logs = out, out
     if splits > 1:
         held, _ = reserve(q.device, splits * rows * (block + 1), 0)
@@ -230,8 +274,8 @@ def _attend(
         else (queries.slots, queries.lengths, queries.ancestors, queries.first_node)
     )
     latent_attention_kernel[grid](
-        q, k_cache, v_cache, out, partials, logs, page_table, tiles, table, slots, lengths, ancestors,
-        tokens, first, capacity, page_table.shape[1], 0 if table is None else table.stride(0),
+        q, k_cache, v_cache, k_scale, v_scale, out, partials, logs, page_table, tiles, table, slots, lengths,
+        ancestors, tokens, first, capacity, page_table.shape[1], 0 if table is None else table.stride(0),
         heads.scale * _LOG2E.value, HEADS=heads.count, RANK=rank, ROPE=rope, BLOCK_R=block,
         BLOCK_P=tile_side(rope), PAGE=k_cache.shape[1], BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, TOKENS=tokens, num_warps=tile.warps, num_stages=tile.stages,

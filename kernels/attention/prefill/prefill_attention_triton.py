@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from specbatch.kernels.attention.prefill.unpacked_cache_triton import unpacked
 from specbatch.kernels.attention.queries import PrefillInputs
+from specbatch.kernels.common.e4m3_triton import dequantize_e4m3
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 
@@ -59,16 +61,17 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
     Where no span has a prefix, `k_new` and `v_new` are read instead. The caches may be float8_e4m3fn. float32 is exact
     (no tf32). Values past the end of a sequence in its last page must be finite.
     """
-    q, k_new, v_new, k_cache, v_cache, spans, window, out, sinks = inputs
+    q, k_new, v_new, k_cache, v_cache, spans, window, out, sinks, k_scale, v_scale = unpacked(inputs)
     total, heads, dim = q.shape
     kv = k_cache.shape[2]
     group = heads // kv
     block = tile_side(dim)
     keys, values, source = k_cache, v_cache, "slots"
-    if dim == block and k_cache.dtype == q.dtype and q.dtype != torch.float32 and _has_bulk_copies(q.device):
+    if dim == block and q.dtype != torch.float32 and _has_bulk_copies(q.device):
         if spans.fresh and k_new is not None and v_new is not None:
             keys, values, source = k_new.flatten(1), v_new.flatten(1), "rows"
-        elif spans.page_size % PAGE_STEP == 0:
+            k_scale = v_scale = None  # these are not divided
+        elif k_cache.dtype == q.dtype and spans.page_size % PAGE_STEP == 0:
             keys, values, source = k_cache.view(-1, kv * dim), v_cache.view(-1, kv * dim), "pages"
     tile = tile or tiling(q.dtype, dim, source)
     if source != "slots":
@@ -84,15 +87,15 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
         partial = torch.empty(splits, total, heads, dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(splits, total, heads, dtype=torch.float32, device=q.device)
     prefill_attention_kernel[(kv, len(tiles), splits)](
-        q, keys, values, sinks, partial, lse, spans.table, spans.table.stride(0), tiles, spans.page_table,
-        spans.page_table.stride(0), q.stride(0), total, dim**-0.5 * LOG2E,
+        q, keys, values, k_scale, v_scale, sinks, partial, lse, spans.table, spans.table.stride(0), tiles,
+        spans.page_table, spans.page_table.stride(0), q.stride(0), total, dim**-0.5 * LOG2E,
         GROUP=group, KV=kv, DIM=dim, BLOCK_D=block, PAGE=spans.page_size, SOURCE=source, WINDOW=window,
         TOKENS=tokens, QUERIES=max(tile.queries, next_power_of_2(group)), KEYS=tile.keys, SPLIT=splits > 1,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
     if splits > 1:
         rows = max(1, 1024 // block)
-        _merge[(cdiv(total * heads, rows),)](
+        merge_parts[(cdiv(total * heads, rows),)](
             partial, lse, out, total * heads, splits, DIM=dim, BLOCK_D=block, ROWS=rows, num_warps=4
         )
     return out
@@ -131,7 +134,8 @@ def _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale,
 
 @triton.jit(do_not_specialize=["table_stride", "rows"])  # they change from pass to pass
 def prefill_attention_kernel(
-    q, keys, values, sinks, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride, rows, scale,
+    q, keys, values, k_scale, v_scale, sinks, out, lse, table, table_stride, tiles, page_table, page_stride, q_stride,
+    rows, scale,
     GROUP: tl.constexpr, KV: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     SOURCE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -140,6 +144,8 @@ def prefill_attention_kernel(
     bulk copies of those of the pass itself."""
     head = tl.program_id(0)
     part = tl.program_id(2)
+    if k_scale is not None:
+        scale = scale * tl.load(k_scale + head)
     span = tl.load(tiles + 2 * tl.program_id(1))
     first = tl.load(tiles + 2 * tl.program_id(1) + 1).to(tl.int32)
     start = tl.load(table + span).to(tl.int32)
@@ -192,6 +198,8 @@ def prefill_attention_kernel(
             else:
                 k = tl.load(keys + place)
                 v = tl.load(values + place)
+            if keys.dtype.element_ty == tl.float8e4nv:
+                k, v = dequantize_e4m3(k, queries.dtype), dequantize_e4m3(v, queries.dtype)
         else:
             k, v = _bulk(keys, values, pages, offset, at, head, DIM, PAGE, SOURCE)
         acc, top, total = _step(queries, k, v, key, at, position, plain, full, acc, top, total, scale, WINDOW)
@@ -205,6 +213,8 @@ def prefill_attention_kernel(
 
     place = (offset + token) * (KV * GROUP) + query_head
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if v_scale is not None:
+        acc *= tl.load(v_scale + head)
     if SPLIT:
         place += part.to(tl.int64) * rows * (KV * GROUP)
         tl.store(lse + place, top + tl.math.log2(total), mask=real)
@@ -212,7 +222,7 @@ def prefill_attention_kernel(
 
 
 @triton.jit(do_not_specialize=["lines", "splits"])
-def _merge(partial, lse, out, lines, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+def merge_parts(partial, lse, out, lines, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
     """Average the parts [splits, lines, DIM], each weighted by two to its lse [splits, lines]."""
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)

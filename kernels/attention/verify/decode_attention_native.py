@@ -31,7 +31,7 @@ class NativeDecodeAttention:
         self._queries, self._other = queries, other
 
     def __call__(self, inputs: AttentionInputs, mask: Mask) -> torch.Tensor:
-        qkv, heads, positions, k_cache, v_cache = inputs
+        qkv, heads, positions, k_cache, v_cache, *_ = inputs
         if not _takes(inputs):
             return self._other(inputs, mask)
         queries, slots = self._queries, self._slots
@@ -87,8 +87,9 @@ class NativeDecodeAttention:
 
 
 def _takes(inputs: AttentionInputs) -> bool:
-    types = {inputs.projected.dtype, inputs.k_cache.dtype, inputs.heads.cos.dtype}
-    return types == {torch.float32} and type(inputs.heads) is QKVLayout and inputs.heads.dim % (2 * LANES) == 0
+    heads, types = inputs.heads, {inputs.projected.dtype, inputs.k_cache.dtype, inputs.heads.cos.dtype}
+    is_plain = type(heads) is QKVLayout and heads.k_offset is None and inputs.k_scale is None
+    return is_plain and types == {torch.float32} and heads.dim % (2 * LANES) == 0
 
 
 @cache

@@ -15,9 +15,8 @@ from specbatch.kernels.attention.paged_attention import (
     attention_bias,
     attention_mask,
     paged_attention_ref,
-    write_kv_ref,
 )
-from specbatch.kernels.attention.qkv import split_qkv_rope_ref
+from specbatch.kernels.attention.qkv import split_qkv_rope_write_ref
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeAttention, DecodeQueries, Mask
 from specbatch.kernels.common import native
 from specbatch.kernels.common.kv_slots import kv_slots
@@ -38,7 +37,7 @@ def decode_attention(
 
         # All else are drafts, which change no result.
         if not (is_deterministic() and all(mask.causal for mask in masks)):
-            return partial(verify_attention_triton.verify_attention, queries)
+            return partial(verify_attention_triton.verify_attention, queries, works={})
         attention = span_attention_triton.decode_attention(queries)
     elif is_deterministic():
         from specbatch.kernels.attention.deterministic.span_attention import SpanDecodeAttention
@@ -90,14 +89,8 @@ class DecodeAttentionRef:
 
     def __call__(self, inputs: AttentionInputs, mask: Mask) -> torch.Tensor:
         """inputs of T = B * num_queries tokens -> [T, count * dim]. A tree is causal whatever the mask says."""
-        qkv, heads, positions, k_cache, v_cache = inputs
-        q, k, v = split_qkv_rope_ref(qkv, heads, positions)
-        if not heads.shared and k_cache.dtype == qkv.dtype:
-            write_kv_ref(k, v, k_cache, v_cache, self._slots)
-        elif not heads.shared:  # torch copies no rows of FP8
-            k, v, keys, values = (x.to(k_cache.dtype).view(torch.uint8) for x in (k, v, k_cache, v_cache))
-            write_kv_ref(k, v, keys, values, self._slots)
-        k_cache, v_cache = k_cache.to(qkv.dtype), v_cache.to(qkv.dtype)
+        _, heads, _, k_cache, v_cache, *scales = inputs
+        q, *_ = split_qkv_rope_write_ref(inputs, self._slots)
         rows = q.unflatten(0, (-1, self._count))
-        out = paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias(mask), heads.sinks)
+        out = paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias(mask), heads.sinks, *scales)
         return out.flatten(0, 1).flatten(1)

@@ -25,8 +25,8 @@ class Tile:
     registers: int
 
 
-def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> Tile:
-    """For `rows` query rows of each of `programs` KV heads in all, whose keys have `row_bytes` each.
+def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device, *, fp8: bool = False) -> Tile:
+    """For `rows` query rows of each of `programs` KV heads in all, whose queries have `row_bytes` each. fp8: the keys.
 
     Where registers hold no more rows, or processors would idle, query rows are spread over several tiles, which read
     the same keys from the L2. With more programs than would fit, registers are limited so that a processor of an H200
@@ -37,6 +37,8 @@ def tile_for(rows: int, programs: int, row_bytes: int, device: torch.device) -> 
     processors = multiprocessors(device)
     if row_bytes > 256:
         return Tile(16, 32 if row_bytes <= 512 else 16, 4, 3, 255)
+    if fp8 and rows <= 16:
+        return Tile(16, 128, 4, 3, 255)
     if programs * cdiv(rows, 16) <= processors:
         return Tile(16, 32, 4, 3, 255)
     if rows <= 16:

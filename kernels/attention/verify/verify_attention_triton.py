@@ -8,6 +8,9 @@ takes the new keys from the qkv output and never reads them back from the cache,
 shared keys it does read them from the cache, where the kernel of an earlier layer has written them. The last program to
 arrive at a tile's counter adds the partial sums in the order of the splits. The first old keys are loaded before the
 previous kernel has ended, and the new ones are attended to while they arrive. Decoding is a verify of one row.
+
+Heads are multiplied in two parts, their halves, which RoPE pairs. Those of an FP8 cache are read as pairs of
+neighbouring channels (`stored_kv_triton`), and their parts are the first and the second channels of pairs.
 """
 
 from __future__ import annotations
@@ -18,6 +21,10 @@ import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
+from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two, to_stored
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile, PrefixWork
+from specbatch.kernels.attention.verify.prefix_attention_triton import divide, merge_prefixes, prefix_attention
+from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
     Tile,
@@ -26,7 +33,7 @@ from specbatch.kernels.attention.verify.verify_attention_configs import (
     tile_for,
 )
 from specbatch.kernels.common.kv_slots_triton import kv_slot
-from specbatch.kernels.common.pdl_triton import pdl, wait_in_loop
+from specbatch.kernels.common.pdl_triton import gdc_wait, let_next_kernel_start, pdl, wait_in_loop
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
@@ -37,45 +44,14 @@ _LEAST = tl.constexpr(LEAST_SPLIT)  # and at least this
 
 
 @triton.jit
-def _halves(x, start, live, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Both halves [R, HALF] of the heads that begin at `start` [R]."""
-    column = tl.arange(0, HALF)
-    mask = live[:, None] & (column < DIM // 2)
-    first = x + start[:, None] + column
-    return tl.load(first, mask, 0.0), tl.load(first + DIM // 2, mask, 0.0)
+def _largest(x):
+    return tl.max(tl.abs(x.to(tl.float32)), 1)
 
 
 @triton.jit
-def _turn(cos, sin, position, live, DIM: tl.constexpr, HALF: tl.constexpr):
-    """Cosines and sines [R, HALF] of `position` [R]. The tables hold them twice, the first half's sine negative."""
-    column = tl.arange(0, HALF)
-    mask = live[:, None] & (column < DIM // 2)
-    angle = position[:, None] * DIM + column
-    return tl.load(cos + angle, mask, 0.0), tl.load(sin + angle + DIM // 2, mask, 0.0)
-
-
-@triton.jit
-def _rotate(one, two, cos, sin, norm, eps, DIM: tl.constexpr, HALF: tl.constexpr):
-    """RMSNorm (where `norm` is given) and RoPE of the halves of heads; rounds where the references do."""
-    dtype: tl.constexpr = one.dtype
-    x, y = one.to(tl.float32), two.to(tl.float32)
-    if norm is not None:
-        column = tl.arange(0, HALF)
-        inside = column < DIM // 2
-        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM + eps)[:, None]
-        x = (x * scale).to(dtype).to(tl.float32) * tl.load(norm + column, inside, 0.0).to(tl.float32)
-        y = (y * scale).to(dtype).to(tl.float32) * tl.load(norm + DIM // 2 + column, inside, 0.0).to(tl.float32)
-        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
-    cos, sin = cos.to(tl.float32), sin.to(tl.float32)
-    first = (x * cos).to(dtype).to(tl.float32) - y * sin
-    second = (y * cos).to(dtype).to(tl.float32) + x * sin
-    return first.to(dtype), second.to(dtype)
-
-
-@triton.jit
-def _whole(one, two):
-    """Heads [R, 2 * HALF] of their halves."""
-    return tl.reshape(tl.permute(tl.join(one, two), (0, 2, 1)), (one.shape[0], 2 * one.shape[1]))
+def _in_pairs(one, two):
+    """The first and the second channels of pairs [R, HALF], of heads that come as their halves."""
+    return tl.split(tl.reshape(whole_heads(one, two), (one.shape[0], one.shape[1], 2)))
 
 
 @triton.jit
@@ -112,28 +88,30 @@ def _fresh(
     if SHARED:
         stored = there & (length + new < capacity)
         source = kv_slot(pages, length + new, PAGE, stored) * (KV * DIM) + head * DIM
-        one, two = _halves(k_cache, source, stored, DIM, HALF)
-        v_one, v_two = _halves(v_cache, source, stored, DIM, HALF)
+        one, two = halves(k_cache, source, stored, DIM, HALF)
+        v_one, v_two = halves(v_cache, source, stored, DIM, HALF)
     else:
         source = (root + new) * (KV * (GROUP + 2) * DIM) + (KV * GROUP + head) * DIM
-        one, two = _halves(qkv, source, there, DIM, HALF)
-        v_one, v_two = _halves(qkv, source + KV * DIM, there, DIM, HALF)
+        one, two = halves(qkv, source, there, DIM, HALF)
+        v_one, v_two = halves(qkv, source + KV * DIM, there, DIM, HALF)
     position = length + new
     if positions is not None:
         position = tl.load(positions + root + new, there, 0).to(tl.int32)
-    new_cos, new_sin = _turn(cos, sin, position, there, DIM, HALF)
+    new_cos, new_sin = turn(cos, sin, position, there, DIM, HALF)
     return one, two, v_one, v_two, new_cos, new_sin
 
 
 @triton.jit
 def verify_attention_kernel(
-    qkv, out, k_cache, v_cache, page_table, rows, lengths, firsts, positions, ancestors, q_norm, k_norm, sinks, cos,
-    sin, partials, arrivals, n, first_node, capacity, width, window, eps, scale,
+    qkv, out, k_cache, v_cache, k_scale, v_scale, page_table, rows, lengths, firsts, positions, ancestors, q_norm,
+    k_norm, k_offset, sinks, cos, sin, partials, arrivals, prefixes, sums, n, first_node, capacity, width, window, eps,
+    scale,
     KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FEW: tl.constexpr, PARTS: tl.constexpr,
     NEW: tl.constexpr, CAUSAL: tl.constexpr, GROWN: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     PADDED: tl.constexpr = 2 * HALF
+    kept: tl.constexpr = k_cache.dtype.element_ty
     WIDTH: tl.constexpr = KV * (GROUP if SHARED else GROUP + 2) * DIM  # of a row of qkv
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
@@ -152,6 +130,9 @@ def verify_attention_kernel(
     oldest = length * 0
     if window is not None:
         oldest = tl.maximum(length - first_node + 1 - window, 0)
+    if prefixes is not None:  # whose keys `prefix_attention` reads, meanwhile
+        oldest = tl.minimum(tl.load(prefixes + sequence, cache_modifier=".cg"), length)  # less: a row of padding
+        let_next_kernel_start(PDL)
     share = tl.maximum(tl.cdiv(tl.cdiv(length - oldest, splits), _GRAIN) * _GRAIN, _LEAST)
     begin = oldest + split * share
     end = tl.minimum(begin + share, length)
@@ -162,6 +143,13 @@ def verify_attention_kernel(
     # Halves of heads are loaded, rotated and multiplied apart from each other, each padded for itself.
     half = tl.arange(0, HALF)
     inside = half < DIM // 2
+    PAIRS: tl.constexpr = kept == tl.float8e4nv
+    wide: tl.constexpr = tl.float16 if qkv.dtype.element_ty == tl.bfloat16 and PAIRS else qkv.dtype.element_ty
+    if DIM == PADDED:
+        pair, in_pair = half, inside
+    else:
+        pair = half // (HALF // 2) * (DIM // 4) + half % (HALF // 2)
+        in_pair = half % (HALF // 2) < DIM // 4
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = row // GROUP
     live = node < n
@@ -172,8 +160,16 @@ def verify_attention_kernel(
     word = node.to(tl.int64)
     if ancestors is not None:
         word = tl.load(ancestors + token, live, 0)
-    q_one = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
-    q_two = tl.zeros([BLOCK_M, HALF], qkv.dtype.element_ty)
+    q_one = tl.zeros([BLOCK_M, HALF], wide)
+    q_two = tl.zeros([BLOCK_M, HALF], wide)
+    if PAIRS:
+        scale = tl.zeros([BLOCK_M, 1], tl.float32) + scale
+    k_by, v_by = k_scale, v_scale
+    if k_scale is not None:
+        k_by = tl.load(k_scale + head)
+        scale = scale * k_by
+    if v_scale is not None:
+        v_by = tl.load(v_scale + head)
     one = tl.zeros([BLOCK_M, HALF], tl.float32)
     two = tl.zeros([BLOCK_M, HALF], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -183,20 +179,30 @@ def verify_attention_kernel(
         old = key < end
         here = old[:, None] & inside
         place = (page * PAGE + key % PAGE)[:, None] * (KV * DIM) + head * DIM + half
-        k_one, k_two = tl.load(k_cache + place, here, 0.0), tl.load(k_cache + place + DIM // 2, here, 0.0)
-        v_one, v_two = tl.load(v_cache + place, here, 0.0), tl.load(v_cache + place + DIM // 2, here, 0.0)
+        if PAIRS:
+            at = (page * PAGE + key % PAGE)[:, None] * (KV * DIM // 2) + head * (DIM // 2) + pair
+            both = old[:, None] & in_pair
+            k_one, k_two = fp8_pairs(tl.load(k_cache.to(tl.pointer_type(tl.int16)) + at, both, 0), wide)
+            v_one, v_two = fp8_pairs(tl.load(v_cache.to(tl.pointer_type(tl.int16)) + at, both, 0), wide)
+        else:
+            k_one, k_two = tl.load(k_cache + place, here, 0.0), tl.load(k_cache + place + DIM // 2, here, 0.0)
+            v_one, v_two = tl.load(v_cache + place, here, 0.0), tl.load(v_cache + place + DIM // 2, here, 0.0)
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
         # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
         if start == begin:
-            wait_in_loop(PDL)
+            wait_in_loop(PDL and prefixes is None)
             query = token * WIDTH + (head * GROUP + row % GROUP) * DIM
-            q_one, q_two = _halves(qkv, query, live, DIM, HALF)
-            q_cos, q_sin = _turn(cos, sin, position, live, DIM, HALF)
+            x_one, x_two = halves(qkv, query, live, DIM, HALF)
+            q_cos, q_sin = turn(cos, sin, position, live, DIM, HALF)
             fresh = _fresh(
                 qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, root, length, head, 0,
                 tl.where(last, n, 0), KV, GROUP, DIM, HALF, PAGE, SHARED,
             )  # fmt: skip
-            q_one, q_two = _rotate(q_one, q_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
+            q_one, q_two = rotate(x_one, x_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
+            if PAIRS:
+                power, inverse = power_of_two(tl.maximum(_largest(q_one), _largest(q_two))[:, None])
+                q_one, q_two = _in_pairs((q_one * inverse).to(wide), (q_two * inverse).to(wide))
+                scale *= power
             if last:
                 new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
                 if sinks is not None:  # the first key, with a value of 0
@@ -213,9 +219,12 @@ def verify_attention_kernel(
                     # a, b: halves of the new keys; c, d: of the new values
                     new = chunk * _NEW + tl.arange(0, _NEW)
                     if not SHARED:
-                        a, b = _rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
-                        a, b = a.to(k_cache.dtype.element_ty), b.to(k_cache.dtype.element_ty)
-                        c, d = c.to(v_cache.dtype.element_ty), d.to(v_cache.dtype.element_ty)
+                        a, b = rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
+                        if k_offset is not None:
+                            less_one, less_two = halves(k_offset, head * DIM + tl.zeros_like(new), new < n, DIM, HALF)
+                            a, b = a.to(tl.float32) - less_one, b.to(tl.float32) - less_two
+                        a, b = to_stored(a, k_by, kept), to_stored(b, k_by, kept)
+                        c, d = to_stored(c, v_by, kept), to_stored(d, v_by, kept)
                         if tile == 0:
                             stored = (new < n) & (length + new < capacity)
                             slot = kv_slot(pages, length + new, PAGE, stored)
@@ -225,6 +234,9 @@ def verify_attention_kernel(
                             tl.store(k_cache + free + DIM // 2, b, fits)
                             tl.store(v_cache + free, c, fits)
                             tl.store(v_cache + free + DIM // 2, d, fits)
+                    if PAIRS:
+                        a, b = _in_pairs(a.to(wide), b.to(wide))
+                        c, d = _in_pairs(c.to(wide), d.to(wide))
                     visible = live[:, None] & (new < n)[None, :]
                     if ancestors is not None:
                         visible &= ((word[:, None] >> (first_node + new)[None, :]) & 1) == 1
@@ -253,8 +265,18 @@ def verify_attention_kernel(
     if (begin >= length) & (split < splits - 1):
         return
     total = tl.sum(weights, 1)
+    # No program waits for `prefix_attention` but one: they would keep others from running beside it. This kernel then
+    # ends after it, so that the next one may read what both have written.
+    if prefixes is not None:  # noqa: SIM102 (a constant, for Triton)
+        if last & (tl.program_id(0) == 0) & (sequence == tl.num_programs(2) - 1):
+            gdc_wait(PDL)
     inverse = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    acc = _whole(one * inverse, two * inverse)
+    if v_scale is not None:
+        inverse = inverse * v_by
+    if PAIRS:
+        acc = tl.reshape(tl.join(one * inverse, two * inverse), (BLOCK_M, PADDED))
+    else:
+        acc = whole_heads(one * inverse, two * inverse)
     both = tl.arange(0, PADDED)
     column, inside = both % HALF + both // HALF * (DIM // 2), both % HALF < DIM // 2
     mask = live[:, None] & inside
@@ -263,6 +285,8 @@ def verify_attention_kernel(
     if expected == 1:
         result = out + (token * KV * GROUP + head * GROUP + row % GROUP)[:, None] * DIM + column
         tl.store(result, acc.to(out.dtype.element_ty), mask)
+        if sums is not None:
+            tl.store(sums + token * KV * GROUP + head * GROUP + row % GROUP, peak + tl.log2(total), live)
         return
 
     group = sequence * tl.num_programs(0) + tl.program_id(0)
@@ -304,6 +328,9 @@ def verify_attention_kernel(
             top = higher
     result = out + (few_token * KV * GROUP + head * GROUP + few_row % GROUP)[:, None] * DIM + column
     tl.store(result, (whole / tl.where(mass == 0.0, 1.0, mass)).to(out.dtype.element_ty), few_mask)
+    if sums is not None:
+        log_place = sums + (few_token * KV * GROUP + head * GROUP + few_row % GROUP)[:, None]
+        tl.store(log_place, top + tl.log2(mass), (few_row < n * GROUP)[:, None])
 
 
 def verify_attention(
@@ -313,21 +340,54 @@ def verify_attention(
     *,
     splits: int | None = None,
     tile: Tile | None = None,
+    prefix_tile: PrefixTile | None = None,
+    works: dict[tuple[PrefixLaunch, int], PrefixWork] | None = None,
 ) -> torch.Tensor:
     """`DecodeAttentionRef` of `queries`; the positions of a chain follow from its lengths and are not read. splits: how
-    many programs share the old keys of a tile; tile: its configuration; both are chosen by the sizes if None.
+    many programs share the old keys of a tile; tile: its configuration; both are chosen by the sizes if None, as is
+    prefix_tile. works: where a pass with shared prefixes keeps how its work is divided, for all of its layers.
 
     All inputs but `projected` are read before the previous kernel, as a rule the qkv GEMM, has ended: that kernel must
     not write them. The writes of any earlier kernel are visible, because a GEMM lets the next kernel start only after
     its own wait, that is, when all kernels before it have ended.
     """
-    qkv, heads, positions, k_cache, v_cache = inputs
+    qkv, heads = inputs.projected, inputs.heads
+    out = torch.empty(len(qkv), heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
+    if queries.prefixes is None or mask.window is not None:
+        _attention(queries, inputs, mask, out, None, splits, tile)
+        return out
+    launch = PrefixLaunch.of(queries, inputs, prefix_tile)
+    works = {} if works is None else works
+    key = launch, heads.count
+    if key not in works:
+        works[key] = divide(queries, heads, launch)
+    found = prefix_attention(queries, inputs, launch, works[key])
+    own = torch.empty_like(out, dtype=torch.float32)
+    sums = torch.empty(len(qkv), heads.count, dtype=torch.float32, device=qkv.device)
+    _attention(queries, inputs, mask, own, sums, splits, tile)
+    merge_prefixes(queries, heads, works[key], found, own, sums, out)
+    return out
+
+
+def _attention(
+    queries: DecodeQueries,
+    inputs: AttentionInputs,
+    mask: Mask,
+    out: torch.Tensor,
+    sums: torch.Tensor | None,
+    splits: int | None,
+    tile: Tile | None,
+) -> None:
+    """Attention to all keys, in `out`, or given `sums` float32 [T, count] to those after the shared prefixes: then the
+    logarithms to base 2 of the sums of weights are stored there."""
+    qkv, heads, positions, k_cache, v_cache, k_scale, v_scale = inputs
     n, first = queries.num_queries, queries.first_node
     batch, table_pages, page_size = len(queries.lengths), queries.page_table.shape[1], k_cache.shape[1]
     group, capacity = heads.count // heads.kv, table_pages * page_size
     half = tile_side(heads.dim // 2)
     padded = 2 * half
-    tile = tile or tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device)
+    fp8 = k_cache.element_size() == 1 < qkv.element_size() < 4
+    tile = tile or tile_for(n * group, batch * heads.kv, padded * qkv.element_size(), qkv.device, fp8=fp8)
     tiles = cdiv(n * group, tile.block_m) * heads.kv
     if splits is None:
         splits = splits_for(batch * tiles, tile.block_m, most_splits(capacity), qkv.device)
@@ -336,7 +396,6 @@ def verify_attention(
     parts = max(1, min(16, (tile.registers + 1) // 2 // held))  # as many as half of its registers hold
     cells = batch * tiles * splits * few * (padded + 1)
     partials, arrivals = reserve(qkv.device, cells if splits > 1 else 1, batch * tiles)
-    out = torch.empty(qkv.shape[0], heads.count * heads.dim, dtype=qkv.dtype, device=qkv.device)
     is_tree = queries.ancestors is not None
     assert queries.packed is None or not (is_tree or first), "packed rows are those of chains"
     causal, window = mask
@@ -344,14 +403,14 @@ def verify_attention(
     if ancestors is not None and window is not None:
         ancestors = last_ancestors(ancestors, window)
     verify_attention_kernel[(tiles, splits, batch)](
-        qkv, out, k_cache, v_cache, queries.page_table, queries.slots, queries.lengths,
+        qkv, out, k_cache, v_cache, k_scale, v_scale, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts,
         positions if is_tree else None, ancestors,
-        heads.q_norm, heads.k_norm, heads.sinks, heads.cos, heads.sin, partials, arrivals,
+        heads.q_norm, heads.k_norm, heads.k_offset, heads.sinks, heads.cos, heads.sin, partials, arrivals,
+        None if sums is None or queries.prefixes is None else queries.prefixes.lengths, sums,
         n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * _LOG2E.value,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=cdiv(n, _NEW.value),
         CAUSAL=causal, GROWN=first > 0, SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers, **pdl(qkv),
     )  # fmt: skip
-    return out

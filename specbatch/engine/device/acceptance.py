@@ -154,7 +154,7 @@ def accept_ref(
     """The rules in plain torch, for a chain or a tree: logits [B, N, V] of [root, d_1 .. d_{N-1}]; positions [B, N] of
     the tokens that they predict.
 
-    simulate: thresholds int64 [D] of `simulated_accept_ref`. Then random numbers decide how many drafts are accepted,
+    simulate: thresholds of `simulated_accept_ref`. Then random numbers decide how many drafts are accepted,
     whatever they are, and the tokens are those that the target chooses at the accepted nodes. Of a tree these are the
     nodes on the path to its deepest node. Random weights make shallow trees: where more are accepted than that path
     has, they are the first nodes, so that the accept length does not depend on the shape of the tree.

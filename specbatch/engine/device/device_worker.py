@@ -32,6 +32,7 @@ from specbatch.kernels.common.upload import upload
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.progress.bars import Report
 from specbatch.runtime.cuda_graphs import (
     GraphCounters,
@@ -146,17 +147,22 @@ class DeviceWorker:
         forwards: dict[str, PromptWork],
         page_size: int,
         prefill_chunk: int,
+        recorded_tokens: int,
         draft_lengths: tuple[int, ...],
         recorder: Recorder | None,
         fp8: bool,
         deterministic: bool = False,
+        may_share: bool = False,
         token_check: TokenCheck | None = None,
         corpus: Corpus | None = None,
+        fewest: int | None = None,
     ) -> None:
         """caches: of target and draft; forwards: their prefill passes by role, for their counters and recordings;
-        prefill_chunk: most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for
-        graphs of whole decode steps, None to run them eagerly; fp8, deterministic: see `use_fp8_activations` and
-        `use_deterministic`; token_check: of a model that is divided over ranks; corpus: that the drafter reads."""
+        prefill_chunk: most tokens of a pass; recorded_tokens: most of one that is recorded; draft_lengths: numbers of
+        drafts that a step may have; recorder: for graphs of whole decode steps, None to run them eagerly; fp8,
+        deterministic: see `use_fp8_activations` and `use_deterministic`; may_share: whether `share_prefixes` is called;
+        token_check: of a model that is divided over ranks; corpus: that the drafter reads; fewest: see
+        `WholeGraphs`."""
         self.others: OtherRanks | None = None
         self.batch = batch
         self.prefill_step = prefill_step
@@ -166,14 +172,18 @@ class DeviceWorker:
         self.forwards = forwards
         self._page_size = page_size
         self._prefill_chunk = prefill_chunk
+        self.recorded_tokens = recorded_tokens
         self._fp8 = fp8
         self._deterministic = deterministic
         self.token_check = token_check
         self.corpus = corpus
+        self._shares = False  # whether requests of the next steps share prefixes
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
-            self.graphs = WholeGraphs(self._run, recorder, batch.slots, draft_lengths, batch.device)
+            self.graphs = WholeGraphs(
+                self._run, recorder, batch.slots, draft_lengths, batch.device, fewest, may_share=may_share
+            )
             self.decode_counters = self.graphs.counters
 
     def lead(self, others: OtherRanks) -> None:
@@ -201,19 +211,28 @@ class DeviceWorker:
         self.batch.add_pages(pages)
 
     @launches
+    def share_prefixes(self, found: PrefixGroups | None) -> None:
+        """What the requests of the next steps share, in the order of their slots; None: nothing that pays."""
+        self._shares = found is not None
+        if found is not None:
+            self.batch.share_prefixes(found)
+
+    @launches
     def prefill(self, work: PrefillWork) -> Prefilled:
         """Run one prefill pass; see `PrefillStep`."""
         return self.prefill_step(work)
 
     @launches
-    def decode(self, slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int) -> Result:
-        """Run one decode step over the requests in `slots`, from a graph if there are any; see `DecodeStep`. No KV is
-        longer than `bound` after it."""
+    def decode(
+        self, slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int, drafting: int | None = None
+    ) -> Result:
+        """Run one decode step over the requests in `slots`, of which the first `drafting` draft (None: all), from a
+        graph if there are any; see `DecodeStep`. No KV is longer than `bound` after it."""
         if self.graphs is not None:
-            result = self.graphs(slots, flags, num_drafts)
+            result = self.graphs(slots, flags, num_drafts, drafting, shares=self._shares)
         else:
             self.decode_counters.fall_back("off")
-            result = self._run(upload(slots, self.batch.device), flags, num_drafts, bound)
+            result = self._run(upload(slots, self.batch.device), flags, num_drafts, drafting, self._shares, bound)
         if self.token_check is not None:
             self.token_check.step()
         return result
@@ -234,13 +253,18 @@ class DeviceWorker:
     def shorten(self, slots: list[int], num_drafts: int, bound: int) -> None:
         """Prepare the drafter for a step with fewer drafts than the previous one."""
         with use_fp8_activations(self._fp8):
-            step = self._input(upload(slots, self.batch.device), SamplingFlags(), num_drafts, bound)
+            step = self._input(upload(slots, self.batch.device), SamplingFlags(), num_drafts, False, bound)
             self.decode_step.drafter.shorten(step)
 
     @launches
     def catch_up(self, chunks: list[PromptChunk]) -> None:
-        """Update the draft state for tokens that steps without drafts committed."""
+        """Update the draft state for tokens that were computed without it."""
         self.prefill_step.catch_up(chunks, self._prefill_chunk)
+
+    @launches
+    def place(self, count: int, length: int, pages: int) -> None:
+        """Contexts for measurements; see `DeviceBatch.place`."""
+        self.batch.place(count, length, pages)
 
     @launches
     def add_answers(self, answers: list[Answer]) -> None:
@@ -268,15 +292,29 @@ class DeviceWorker:
         for cache in self.caches:
             cache.clear(pages)
 
-    def _run(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, bound: int | None = None) -> Result:
+    def _run(
+        self,
+        slots: torch.Tensor,
+        flags: SamplingFlags,
+        num_drafts: int,
+        drafting: int | None,
+        shares: bool,
+        bound: int | None = None,
+    ) -> Result:
         """One decode step over slots [B]; what a graph records."""
         bound = self.batch.width - 1 if bound is None else bound
         with use_fp8_activations(self._fp8):
-            return self.decode_step(self._input(slots, flags, num_drafts, bound))
+            step = self._input(slots, flags, num_drafts, shares, bound)
+            if drafting is None:
+                return self.decode_step(step)
+            # What requests share is known by their places in the whole batch, which one pass verifies.
+            drafts = self._input(slots[:drafting], flags, num_drafts, False, bound)
+            return self.decode_step.split(step, drafts, self._input(slots[drafting:], flags, 0, False, bound))
 
-    def _input(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, bound: int) -> StepInput:
+    def _input(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, shares: bool, bound: int) -> StepInput:
         lengths, sampling = self.batch.look_up(slots, flags)
-        return StepInput(self.batch, slots, lengths, num_drafts, self._page_size, bound, sampling)
+        prefixes = self.batch.shared_prefixes(len(slots)) if shares else None
+        return StepInput(self.batch, slots, lengths, num_drafts, self._page_size, bound, sampling, prefixes=prefixes)
 
     # -- graphs -----------------------------------------------------------------------------------------------
 
@@ -316,14 +354,16 @@ class DeviceWorker:
         if self.batch.device.type == "cuda":
             torch.cuda.synchronize(self.batch.device)
             torch.cuda.empty_cache()  # what warming up took on the recorder's stream, where nothing else can use it
-        return total
+        return sum(len(item) for item in recordings)
 
     def warm_ups(self) -> list[Program]:
         """Prefill passes that compile whatever runs between the segments, which are not recorded yet: it has the static
         tensors as inputs, whose values do not matter."""
         if not any(isinstance(item, Recordings) for item in self.forwards.values()):
             return []
-        warm_up, sizes = self.prefill_step.warm_up, token_buckets(self._prefill_chunk)
+        warm_up, sizes = self.prefill_step.warm_up, token_buckets(self.recorded_tokens)
+        if self._prefill_chunk > sizes[-1]:  # without graphs; Triton tells multiples of 16 from other numbers
+            sizes += [self._prefill_chunk, self._prefill_chunk - 1]
         passes: list[Program] = [partial(warm_up, size) for size in sizes]
         # Other kernels read the keys of a prefix; of a long one, several programs share them.
         passes += [partial(warm_up, sizes[0], prefix) for prefix in (1, self.batch.width)]

@@ -33,6 +33,7 @@ class PrefillWork:
     saves   (slot, cached state): recurrent states to store after the pass
     flags   of the requests whose prompts are complete
     scored  (token of the pass, the token after it), ascending: prompt tokens whose log-probabilities are asked for
+    drafts  whether the drafter runs, too; else it catches up before it drafts for these requests
     """
 
     chunks: list[PromptChunk]
@@ -41,6 +42,7 @@ class PrefillWork:
     saves: list[tuple[int, int]] = field(default_factory=list)
     flags: SamplingFlags = field(default_factory=SamplingFlags)
     scored: list[tuple[int, int]] = field(default_factory=list)
+    drafts: bool = True
 
 
 class Prefilled(NamedTuple):
@@ -62,6 +64,7 @@ class PrefillStep:
     needs_all_hidden  see `DraftPlan`
     workspace         bytes that the logits of `PrefillWork.scored` may take
     states            of the recurrent layers of target and draft model
+    reads_features    whether the drafter catches up with the target's features; see `DraftPlan.catch_up`
     fp8               see `use_fp8_activations`
     on_logits         gets the logits [B, V] after complete prompts
     """
@@ -74,6 +77,7 @@ class PrefillStep:
     needs_all_hidden: bool
     workspace: int
     states: Sequence[RecurrentStates] = ()
+    reads_features: bool = False
     fp8: bool = False
     on_logits: Callable[[torch.Tensor], None] | None = None
 
@@ -81,29 +85,41 @@ class PrefillStep:
         """Compute the chunks. The first tokens of complete prompts are in the batch already."""
         for states in self.states:
             states.load(work.loads)
-        result = self._run(work.chunks, work.ending, work.flags, work.scored)
+        result = self._run(work.chunks, work.ending, work.flags, work.scored, drafts=work.drafts)
         for states in self.states:
             states.save(work.saves)
         return result
 
     def catch_up(self, chunks: list[PromptChunk], most: int) -> None:
-        """Update the draft state for tokens that steps without drafts committed, up to `most` tokens a pass."""
+        """Update the draft state for tokens that were computed without it, up to `most` tokens a pass. Where it needs
+        the target's features, the target runs again, and writes the same keys and values."""
         for part in split_into_passes(chunks, most):
             with use_fp8_activations(self.fp8):
                 metadata = PrefillMetadata(self.batch.page_table, part, self.page_size, self.batch.tokens)
-                self.drafter.catch_up(self.batch, metadata)
+                if self.reads_features:
+                    features = self.forward(metadata, None if self.needs_all_hidden else [])
+                    self.drafter.prefill(self.batch, metadata, features)
+                else:
+                    self.drafter.catch_up(self.batch, metadata)
 
     def warm_up(self, count: int, prefix: int = 0, ends: int = 1) -> None:
-        """Run `count` tokens of the padding slot after a prefix, both as far as the batch holds them, so that kernels
-        are compiled for such a pass. `ends`: as if so many prompts were complete after it."""
+        """Run `count` tokens of the padding slot, so that kernels are compiled for such a pass: after a prefix as far
+        as the batch holds both, or else in several chunks. `ends`: as if so many prompts were complete after it."""
         most = self.batch.width - 1
-        count = min(count, most)
-        start = min(prefix, most - count)
-        self._run([PromptChunk(0, start, start + count)], [0] * ends, SamplingFlags())
+        first = min(count, most)
+        start = min(prefix, most - first)
+        more = [PromptChunk(0, 0, min(most, count - done)) for done in range(first, count, most)]
+        self._run([PromptChunk(0, start, start + first), *more], [0] * ends, SamplingFlags())
         self.batch.lengths[0] = 1  # as it was
 
     def _run(
-        self, chunks: list[PromptChunk], ending: list[int], flags: SamplingFlags, scored: Sequence[tuple[int, int]] = ()
+        self,
+        chunks: list[PromptChunk],
+        ending: list[int],
+        flags: SamplingFlags,
+        scored: Sequence[tuple[int, int]] = (),
+        *,
+        drafts: bool = True,
     ) -> Prefilled:
         batch = self.batch
         metadata = PrefillMetadata(batch.page_table, chunks, self.page_size, batch.tokens)
@@ -111,7 +127,8 @@ class PrefillStep:
         read = [*last, *(token for token, _ in scored)]
         with use_fp8_activations(self.fp8):
             features = self.forward(metadata, None if self.needs_all_hidden else read)
-            self.drafter.prefill(batch, metadata, features)
+            if drafts:
+                self.drafter.prefill(batch, metadata, features)
         _, lengths, slots, _ = metadata.spans.table[:, :-1]
         batch.lengths[slots] = lengths
         hidden = features.last[upload(read, batch.device)] if self.needs_all_hidden else features.last

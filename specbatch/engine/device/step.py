@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.drafters.base import Drafter
+from specbatch.drafters.base import Drafter, no_drafts
 from specbatch.engine.device.acceptance import Accepted, accept, with_logprobs
 from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.elementwise.gather_rows import gather_rows
@@ -39,8 +39,9 @@ class Verified(NamedTuple):
 class DecodeStep:
     """Advances every request of a step by the drafts that it accepts and one token of the target's own.
 
-    simulate: thresholds int64 [D] of simulated acceptance, for benchmarks; verification: the rule for sampled drafts
-    (for both see `accept_ref`). Subclasses add a budget of rows (`BudgetedStep`) and a digest (`DigestedStep`).
+    simulate: thresholds of simulated acceptance, for benchmarks; verification: the rule for sampled drafts (for both
+    see `accept_ref`); idles: the drafter does not run where nothing is drafted. Subclasses add a budget of rows
+    (`BudgetedStep`) and a digest (`DigestedStep`).
     """
 
     model: Decoder
@@ -48,6 +49,7 @@ class DecodeStep:
     drafter: Drafter
     simulate: torch.Tensor | None = None
     verification: str = "token"
+    idles: bool = False
 
     def __call__(self, step: StepInput) -> Result:
         """Returns `Accepted.packed` and what `step.sampling.flags` ask for."""
@@ -57,9 +59,30 @@ class DecodeStep:
         self.commit(step, proposal, verified, accepted)
         return _result(step, verified, accepted)
 
+    def split(self, step: StepInput, drafting: StepInput, others: StepInput) -> Result:
+        """Advance the requests of a step of which only the first ones draft: it consists of these and the others."""
+        first, rest, nodes = len(drafting.slots), len(others.slots), step.num_drafts + 1
+        parts, proposals = (drafting, others), (self.propose(drafting), no_drafts(others))
+        staged = [step.batch.stage(part.slots, own.tokens, None) for part, own in zip(parts, proposals, strict=True)]
+        tokens, positions = (torch.cat(both) for both in zip(*staged, strict=True))
+        packed = step.batch.groups(first, rest, nodes)
+        context = step.decode_metadata(step.lengths, nodes, packed=packed).bind(self.cache)
+        last, aux = self.model.forward(tokens, positions, context)
+        scores = self.model.scores(last, greedy=not step.sampling.flags.needs_logits)
+        end = first * nodes
+        features = Features(last[:end], None if aux is None else aux[:end])
+        verified = (
+            Verified(scores[:end].unflatten(0, (first, nodes)), positions[:end].view(first, nodes), features),
+            Verified(scores[end:].unflatten(0, (rest, 1)), positions[end:].view(rest, 1), features),
+        )
+        outcomes = [self.accept(*each) for each in zip(parts, proposals, verified, strict=True)]
+        self.cache.commit(step.verified(torch.cat([outcome.accepted for outcome in outcomes])), None)
+        self.drafter.update(drafting, features, outcomes[0].accepted, None)
+        return _joined([_result(*each) for each in zip(parts, verified, outcomes, strict=True)])
+
     def propose(self, step: StepInput) -> Proposal:
         """Draft tokens after the root of each request."""
-        return self.drafter.propose(step)
+        return no_drafts(step) if self._is_idle(step) else self.drafter.propose(step)
 
     def verify(self, step: StepInput, proposal: Proposal) -> Verified:
         """Run the target over the roots and their drafts, or over the rows `proposal.packed` of them, in one pass."""
@@ -69,8 +92,9 @@ class DecodeStep:
         context = metadata.bind(self.cache)
         is_greedy = not step.sampling.flags.needs_logits
         rows = (tokens, positions) if packed is None else gather_rows(tokens, positions, packed.places)
-        features = self.model.forward(*rows, context)
-        scores = self.model.scores(features.last, greedy=is_greedy)
+        model = self.model.with_aux(()) if self._is_idle(step) else self.model
+        features = model.forward(*rows, context)
+        scores = model.scores(features.last, greedy=is_greedy)
         if packed is not None:
             scores = _spread_scores(scores, packed, greedy=is_greedy)
             last, aux = features
@@ -85,7 +109,11 @@ class DecodeStep:
         """Make KV cache, recurrent states and draft state follow the accepted tokens."""
         path = accepted.path
         self.cache.commit(step.verified(accepted.accepted), path)
-        self.drafter.update(step, verified.features, accepted.accepted, path)
+        if not self._is_idle(step):
+            self.drafter.update(step, verified.features, accepted.accepted, path)
+
+    def _is_idle(self, step: StepInput) -> bool:
+        return self.idles and not step.num_drafts
 
     def admit(self, slots: list[int]) -> None:
         """Requests were given these slots."""
@@ -99,6 +127,17 @@ def _result(step: StepInput, verified: Verified, accepted: Accepted) -> Result:
     if path is not None:
         logits = logits.gather(1, path[:, :, None].expand_as(logits))
     return with_logprobs(accepted.packed, logits, accepted.tokens, flags)
+
+
+def _joined(results: list[Result]) -> Result:
+    """The results of both parts of a step, of which the second has a node for each request."""
+    first, second = results
+    missing = first.packed.shape[1] - second.packed.shape[1]
+    tokens, counts = second.packed[:, :1], second.packed[:, 1:]
+    padded = [torch.cat([tokens, tokens.expand(-1, missing), counts], 1)]
+    for item in second.tensors()[1:]:
+        padded.append(torch.cat([item, item.expand(-1, missing, *item.shape[2:])], 1))
+    return Result(*(torch.cat(both) for both in zip(first.tensors(), padded, strict=True)))
 
 
 def _spread_scores(scores: Scores, packed: PackedRows, *, greedy: bool) -> Scores:

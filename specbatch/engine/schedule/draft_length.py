@@ -1,151 +1,292 @@
-"""Chooses how many tokens to draft, for `draft_tokens="auto"`. Host code only: no device, no clock.
+"""Chooses how many tokens to draft, and for which requests, for `draft_tokens="auto"`. Host code only: no device, no
+clock.
 
 A step with N drafts emits E(N) = 1 + p_1 + p_1 p_2 + ... + p_1 .. p_N tokens per request on average, where p_j is the
-share of drafts at position j that are accepted if all before them are, and takes t(N) seconds at its batch size. The N
-with the largest E(N) / t(N) is drafted, where N = 0 may be worse by APART.
+share of drafts at position j that are accepted if all before them are; it depends on the length of the context
+(`AcceptanceByContext`). The step takes t(N) seconds, which depends on the batch size and on the cached tokens of the
+batch (`StepModel`). What is drafted has the most expected tokens per second. Where requests differ, it may be best that
+only some of them draft.
 
-p comes from results as they are handled, at any batch size. t comes from steps timed at start, corrected by the times
-of the run's steps: a longer context adds about the same to all N. Positions past the drafts that are made show no
-acceptance, and keep their last known one. Rarely, therefore, a step probes another N: in turn the largest, which shows
-the acceptance of all positions, and the next best, whose time may have changed since the start.
+Requests that draft nothing cost a drafter nothing: it does not run for them, and has to catch up before they draft
+again. Nor does it have to run for prompts whose requests are not expected to draft. What catching up takes is divided
+among the steps that a request is expected to run; what prompts take of a drafter, among the new tokens.
+
+Both sides are measured: acceptance and the tokens that were kept of it, and the times of the run's steps, which correct
+those measured at start. Rarely, what is not used is probed: a few requests draft for some steps where none does; else a
+single step drafts another number of tokens, in turn the most, which shows the acceptance of all positions, and the next
+best, whose time may have changed.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping
-from itertools import accumulate, pairwise
-from math import inf
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 from specbatch.config.draft_shape import AUTO
+from specbatch.engine.schedule.acceptance_by_context import AcceptanceByContext, range_of
+from specbatch.engine.schedule.step_model import Kind, StepModel
 
-MARGIN = 1.01  # how much better another length must be. 3% may be lost: to this, to probes and to a drafter's work at 0
+MARGIN = 1.01  # how much better another choice must be
 # A cost of drafting that no step shows: requests that began together end at different times, so that batches shrink and
 # prompts come in more passes.
-APART = 1.02
-MEMORY = 256  # steps after which an observation counts e times less ...
-KEPT = 32.0  # ... but never less than so many verifies: positions that are not tried stay known
-TIES = 4.0  # verifies that the previous position counts as, for positions with few of their own
-# Prior acceptance of the first draft, worth 8 verifies. It is high on purpose: drafts are observed, and a prior that is
-# too high is gone after a few steps, while one that is too low drafts nothing and learns from probes only. In
-# simulations (tests) 0.5 to 0.95 lose at most 3% of the first 400 steps, 0.3 loses half.
-GUESS = 0.8
-PROBES = 0.005  # share of the time that probes may cost
+APART = 1.01
+SPLIT = 1.03  # how much better than the best common length a choice must be in which only some requests draft
+EVERY = 8  # steps after which such choices are compared again, if none is in use
+PROBES = 0.004  # share of the time that probes may cost
 REST = 64  # fewest steps between probes
-SMOOTH = 1 / 8  # weight of a step's time against those before it
-PROBE = 1 / 2  # the same for a probe
+NEAR = 0.85  # lengths with less than this share of the best speed are not probed for their time
+PROBED, PROBE_STEPS = 4, 16  # requests that draft in a probe where none does, and for how many steps
+KEPT = 1 / 64  # weight of a step in the share of emitted tokens that is kept
+RATE = 1 / 1024  # the same in the number of prompt tokens for each new token
 
 
-def rising(measured: Mapping[int, Mapping[int, float]]) -> dict[int, dict[int, float]]:
-    """Seconds by batch bucket and length, none above that of a larger bucket or a longer draft: disturbances only add
-    to a time."""
-    found: dict[int, dict[int, float]] = {}
-    above: dict[int, float] = {}
-    for bucket in sorted(measured, reverse=True):
-        lengths = sorted(measured[bucket], reverse=True)
-        times = accumulate((min(measured[bucket][n], above.get(n, inf)) for n in lengths), min)
-        above = found[bucket] = dict(reversed([*zip(lengths, times, strict=True)]))
-    return found
+def probe_size(rows: int) -> int:
+    """How many of so many requests draft in a probe."""
+    return min(rows, PROBED)
+
+
+class Requests(NamedTuple):
+    """The requests of a step.
+
+    contexts  tokens of each
+    missing   of these, tokens that the drafter has to catch up with before the request drafts
+    left      tokens that it is expected to generate yet, at least 1
+    """
+
+    contexts: Sequence[int]
+    missing: Sequence[int]
+    left: Sequence[int]
+
+
+class Choice(NamedTuple):
+    """What a step drafts: so many tokens for each of `members`, which are indices of its requests; None: for all.
+
+    kind, expected_s  for `StepModel.observe`
+    probing           whether it is not the best choice, but shows what others would do
+    """
+
+    num_drafts: int
+    members: Sequence[int] | None = None
+    kind: Kind = (0, 0, 0)
+    expected_s: float = 0.0
+    probing: bool = False
+
+
+class _Option(NamedTuple):
+    speed: float  # expected tokens per second
+    num_drafts: int
+    members: Sequence[int] | None = None  # None: all
+
+    @property
+    def form(self) -> tuple[int, int | None]:
+        return self.num_drafts, None if self.members is None else len(self.members)
 
 
 class DraftLength:
     """Chooses one of `draft_lengths` for each decode step; with a single one there is nothing to choose or to learn.
 
-    times: seconds of a step by batch bucket and length, filled in at start. catch_up_s: the additional cost of a probe
-    after steps without drafts.
+    model         times of steps, filled in at start
+    catch_up_s    seconds that catching up takes for each missing token; 0: the drafter misses nothing
+    prompt_s      seconds that the drafter takes for each token of a prompt
+    idle_tokens   tokens that a request misses after a single step without drafts
+    can_split     whether some requests of a step may draft while others do not
     """
 
     def __init__(self, draft_lengths: tuple[int, ...], buckets: list[int]) -> None:
         """draft_lengths: ascending; buckets: batch sizes, ascending, the last of which holds every batch."""
         self.draft_lengths = draft_lengths
         self.buckets = buckets
-        self.times: dict[int, dict[int, float]] = {}
+        self.model = StepModel(buckets, {size: dict.fromkeys(draft_lengths, 1.0) for size in buckets})
         self.catch_up_s = 0.0
-        self.probing = False  # is the last choice a probe?
+        self.prompt_s = 0.0
+        self.idle_tokens = 0
+        self.can_split = False
+        self.acceptance = AcceptanceByContext(draft_lengths[-1])
         self._most = draft_lengths[-1]
-        self._tried = [0.0] * self._most
-        self._right = [0.0] * self._most
-        if self._most:
-            self._tried[0], self._right[0] = 8.0, 8.0 * GUESS
-        self._current: dict[int, int] = {}
-        self._drift: dict[int, float] = {}  # seconds that steps of a bucket take more than `times`
+        self._current: dict[int, tuple[int, int | None]] = {}  # by bucket: the form of the last option
+        self._kept = {False: 1.0, True: 1.0}  # of the emitted tokens of steps without drafts, and with
+        self._prompt_tokens = self._new_tokens = 0.0  # of late
+        self._has_ended = False
         self._saved = 0.0  # seconds that a probe may cost
         self._rested = 0
         self._longest_next = True
+        self._probe_left = 0  # steps of a probe in which a few requests draft
+        self._until_split = 0
 
     @property
     def is_auto(self) -> bool:
         return len(self.draft_lengths) > 1
 
     def bucket(self, rows: int) -> int:
-        return self.buckets[bisect_left(self.buckets, rows)]
+        return self.model.bucket(rows)
 
-    def choose(self, rows: int) -> int:
-        """The length for a step of so many requests."""
-        self.probing = False
+    # -- choice -----------------------------------------------------------------------------------------------
+
+    def choose(self, rows: int, describe: Callable[[], Requests]) -> Choice:
+        """What a step of so many requests drafts."""
         if not self.is_auto:
-            return self._most
-        bucket, left = self.bucket(rows), self._left()
-        speed = {n: left[n] / self._time(bucket, n) / (APART if n else 1.0) for n in self.draft_lengths}
-        best = max(self.draft_lengths, key=speed.__getitem__)
-        current = self._current.get(bucket, best)
-        if speed[best] > MARGIN * speed[current]:
+            return Choice(self._most)
+        requests = describe()
+        cached, bucket = sum(requests.contexts), self.bucket(rows)
+        options = self._options(requests, rows, cached)
+        best = max(options.values(), key=lambda option: option.speed)
+        current = options.get(self._current.get(bucket, best.form), best)
+        if best.speed > MARGIN * current.speed:
             current = best
-        self._current[bucket] = current
-        self._saved += PROBES * self._time(bucket, current)
+        self._current[bucket] = current.form
+        seconds = self.model.seconds(self._kind(rows, current.num_drafts, current.members), cached)
+        self._saved += PROBES * seconds
         self._rested += 1
-        probe = self._most
-        if current == self._most or not self._longest_next:
-            probe = max((length for length in self.draft_lengths if length != current), key=speed.__getitem__)
-        # The time of the probe, less what its tokens would have taken.
-        loss = self._time(bucket, probe) - left[probe] / speed[current]
-        loss += 0.0 if current and probe else self.catch_up_s
-        if self._rested < REST or self._saved < loss:
-            return current
-        self._saved, self._rested, self.probing = 0.0, 0, True
-        self._longest_next = not self._longest_next
-        return probe
+        probe = self._probe(requests, rows, cached, current, options)
+        num_drafts, members = (current.num_drafts, current.members) if probe is None else probe
+        kind = self._kind(rows, num_drafts, members)
+        return Choice(num_drafts, members, kind, self.model.expected(kind, cached), probe is not None)
 
-    def learn(self, length: int, accepted: Iterable[int]) -> None:
-        """Observe a step with `length` drafts, of which its requests accepted so many each."""
-        counts = [0] * (length + 1)
-        for count in accepted:
-            counts[count] += 1
-        reached = list(accumulate(reversed(counts)))[::-1]  # [j]: how many accepted j drafts or more
-        for place, tried in enumerate(self._tried):
-            fade = 1 - 1 / MEMORY if tried > KEPT else 1.0
-            self._tried[place] *= fade
-            self._right[place] *= fade
-        for place, (tried, right) in enumerate(pairwise(reached)):
-            self._tried[place] += tried
-            self._right[place] += right
+    def drafts_prompts(self, rows: int, contexts: Sequence[int], tokens: int) -> bool:
+        """Whether the drafter runs for `tokens` of prompts, whose contexts are given, as soon as they are computed:
+        whether they are expected to draft in a batch of so many requests."""
+        self._prompt_tokens += tokens if self._has_ended else 0  # later prompts come as answers end
+        if not self.is_auto or not self.catch_up_s:
+            return True
+        if self._current.get(self.bucket(rows), (0, None))[0]:
+            return True
+        contexts = [contexts[index % len(contexts)] for index in range(rows)]
+        requests = Requests(contexts, [0] * rows, [1] * rows)
+        options = self._options(requests, rows, sum(contexts), splits=False)
+        return max(options.values(), key=lambda option: option.speed).num_drafts > 0
 
-    def took(self, rows: int, length: int, seconds: float) -> None:
-        """Observe that a step of so many requests took `seconds`. Probes correct the time of their length; other steps
-        correct the drift of all lengths of their bucket."""
-        bucket = self.bucket(rows)
-        expected = self._time(bucket, length)
-        off = min(max(seconds - expected, -expected / 2), expected)  # outliers are limited
-        if length != self._current.get(bucket, length):
-            self.times[bucket][length] += PROBE * off
-        else:
-            first = bucket not in self._drift
-            self._drift[bucket] = self._drift.get(bucket, 0.0) + (off if first else SMOOTH * off)
+    def _options(
+        self, requests: Requests, rows: int, cached: int, *, splits: bool = True
+    ) -> dict[tuple[int, int | None], _Option]:
+        """By form: one common length each, and where requests differ the best in which only some of them draft."""
+        places = [context.bit_length() - 1 for context in requests.contexts]  # as `range_of`
+        counts = Counter(places)
+        lags: dict[int, float] = defaultdict(float)  # tokens to catch up with, per token that is expected yet
+        if any(requests.missing):
+            for place, missing, left in zip(places, requests.missing, requests.left, strict=True):
+                lags[place] += missing / left
+        prompts = self.prompt_s * self._prompt_tokens / max(self._new_tokens, 1.0)  # seconds per new token
+        found = [_Option(rows * self._kept[False] / self.model.seconds(self._kind(rows, 0), cached), 0)]
+        for drafts in self.draft_lengths[1:]:
+            tokens = sum(count * self.acceptance.emitted(place)[drafts] for place, count in counts.items())
+            late = self.catch_up_s * sum(lag * self.acceptance.emitted(place)[drafts] for place, lag in lags.items())
+            seconds = self.model.seconds(self._kind(rows, drafts), cached) * APART + late + tokens * prompts
+            found.append(_Option(tokens * self._kept[True] / seconds, drafts))
+        is_split = self._current.get(self.bucket(rows), (0, None))[1] is not None
+        self._until_split -= 1
+        if splits and self.can_split and (lags or len(counts) > 1) and (is_split or self._until_split <= 0):
+            self._until_split = EVERY
+            found += self._split_options(requests, places, cached, max(found, key=lambda option: option.speed).speed)
+        return {option.form: option for option in found}
 
-    def acceptance(self) -> list[float]:
-        """p_1, p_2, ...; a position that was never tried has that of the one before."""
-        found: list[float] = []
-        for tried, right in zip(self._tried, self._right, strict=True):
-            found.append((right + TIES * found[-1]) / (tried + TIES) if found else right / tried)
-        return found
+    def _split_options(self, requests: Requests, places: Sequence[int], cached: int, best: float) -> Iterable[_Option]:
+        """For each length the best option in which some requests draft, at least as many as in a probe; that in use,
+        too."""
+        rows = len(places)
+        used = self._current.get(self.bucket(rows))
+        for drafts in self.draft_lengths[1:]:
+            gains = [self.acceptance.emitted(place)[drafts] - 1 for place in places]
+            late = [
+                self.catch_up_s * missing / left * (gain + 1)
+                for missing, left, gain in zip(requests.missing, requests.left, gains, strict=True)
+            ]
+            worth = [gain - best * seconds for gain, seconds in zip(gains, late, strict=True)]
+            order = sorted(range(rows), key=worth.__getitem__, reverse=True)
+            gained = list(accumulate(gains[index] for index in order))
+            lost = list(accumulate(late[index] for index in order))
+            options = []
+            size = PROBED
+            while size < rows:
+                seconds = self.model.seconds(self._kind(rows, drafts, order[:size]), cached) * APART + lost[size - 1]
+                option = _Option((rows + gained[size - 1]) * self._kept[True] / seconds, drafts, order[:size])
+                if option.form == used:
+                    yield option
+                elif option.speed > SPLIT * best:
+                    options.append(option)
+                size *= 2
+            if options:
+                yield max(options, key=lambda option: option.speed)
 
-    def _left(self) -> list[float]:
-        """E(0), E(1), ..."""
-        reached = accumulate(self.acceptance(), lambda one, other: one * other)
-        return list(accumulate(reached, initial=1.0))
+    def _kind(self, rows: int, drafts: int, members: Sequence[int] | None = None) -> Kind:
+        return self.model.kind(rows, drafts, None if members is None or len(members) == rows else len(members))
 
-    def _time(self, bucket: int, length: int) -> float:
-        return max(self.times[bucket][length] + self._drift.get(bucket, 0.0), 1e-9)
+    # -- probes -----------------------------------------------------------------------------------------------
+
+    def _probe(
+        self,
+        requests: Requests,
+        rows: int,
+        cached: int,
+        current: _Option,
+        options: dict[tuple[int, int | None], _Option],
+    ) -> tuple[int, Sequence[int] | None] | None:
+        """Drafts and members of a step that probes; None where it is not time for one."""
+        if not current.num_drafts and (self.can_split or (self.catch_up_s and rows <= PROBED)):
+            return self._probe_few(requests, rows, cached, current)
+        self._probe_left = 0
+        if self._rested < REST or current.members is not None:
+            return None
+        common = [option for option in options.values() if option.members is None]
+        drafts = self._most
+        if current.num_drafts == self._most or not self._longest_next:
+            others = [option for option in common if option.num_drafts != current.num_drafts]
+            next_best = max(others, key=lambda option: option.speed)
+            if next_best.speed < NEAR * current.speed:
+                self._rested, self._longest_next = 0, True
+                return None
+            drafts = next_best.num_drafts
+        [probed] = [option for option in common if option.num_drafts == drafts]
+        seconds = self.model.seconds(self._kind(rows, drafts), cached)
+        loss = seconds * max(1 - probed.speed / current.speed, 0.0)
+        if not current.num_drafts:
+            loss += self.catch_up_s * sum(requests.missing)
+        elif not drafts:
+            loss += self.catch_up_s * self.idle_tokens * rows
+        if self._saved < loss:
+            return None
+        self._saved, self._rested, self._longest_next = 0.0, 0, not self._longest_next
+        return drafts, None
+
+    def _probe_few(
+        self, requests: Requests, rows: int, cached: int, current: _Option
+    ) -> tuple[int, Sequence[int]] | None:
+        """Where nothing is drafted, those requests draft for which the drafter has least to catch up with."""
+        size = probe_size(rows)
+        if self._probe_left:
+            self._probe_left -= 1
+            members = [index for index, missing in enumerate(requests.missing) if not missing][:size]
+            if len(members) == size:
+                return self._most, members
+            self._probe_left = 0
+        if self._rested < REST:
+            return None
+        members = sorted(range(rows), key=requests.missing.__getitem__)[:size]
+        plain = self.model.seconds(self._kind(rows, 0), cached)
+        loss = PROBE_STEPS * (self.model.seconds(self._kind(rows, self._most, members), cached) - plain)
+        loss += self.catch_up_s * sum(requests.missing[index] for index in members)
+        if self._saved < loss:
+            return None
+        self._saved, self._rested, self._probe_left = 0.0, 0, PROBE_STEPS - 1
+        return self._most, members
+
+    # -- what steps show --------------------------------------------------------------------------------------
+
+    def learn(self, choice: Choice, accepted: Iterable[tuple[int, int]], emitted: int, kept: int, ended: int) -> None:
+        """Observe a step: of each request that drafted its context and how many drafts it accepted; of all requests
+        the emitted tokens, those of them that were kept, and how many of the requests ended."""
+        self.acceptance.learn(choice.num_drafts, ((range_of(context), count) for context, count in accepted))
+        self._has_ended |= ended > 0
+        self._prompt_tokens *= 1 - RATE
+        self._new_tokens += kept - RATE * self._new_tokens
+        if emitted and not choice.probing:
+            drafted = choice.num_drafts > 0
+            self._kept[drafted] += KEPT * (kept / emitted - self._kept[drafted])
+
+    def took(self, choice: Choice, seconds: float) -> None:
+        """Observe the time of a step."""
+        self.model.observe(choice.kind, choice.expected_s, seconds, probing=choice.probing)
 
 
 def announced(draft_lengths: tuple[int, ...]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -13,18 +13,21 @@ from specbatch.core.async_copy import AsyncCopy, StepTimer
 from specbatch.core.attention_metadata import PromptChunk
 from specbatch.core.device_batch import Admission
 from specbatch.core.request import Logprobs, Request
-from specbatch.core.sampling import SamplingFlags
+from specbatch.core.sampling_flags import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillWork
-from specbatch.engine.schedule.draft_length import DraftLength
+from specbatch.engine.schedule.draft_length import Choice, DraftLength, Requests
 from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
+from specbatch.engine.schedule.smaller_batch import Launch
 from specbatch.grammar.token_automaton import FREE
+from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
 
 # Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share
 # random numbers.
 SAMPLE_SEED_STEP = 0xD1B54A32D192ED03
+UNKNOWN = 64  # tokens that an answer is expected to have at its beginning
 OnTokens = Callable[[Request, list[int]], None]
 
 
@@ -37,18 +40,18 @@ class Launched:
     first       a prefill, whose results are first tokens; otherwise a decode step
     scores      log-probabilities of prompt tokens, as many for each of the chunks as in `scored`
     timer       device time of a decode step, where it is known
+    passes      the same of the prefill passes before it
     host_s      host time spent launching it
-    num_drafts  tokens drafted per request
-    counted     indices of requests whose draft had all its keys, so that its acceptance counts
+    choice      what a decode step drafts
     """
 
     requests: Sequence[ScheduledRequest]
     result: AsyncCopy | None
     first: bool
     timer: StepTimer | None = None
+    passes: Sequence[StepTimer] = ()
     host_s: float = 0.0
-    num_drafts: int = 0
-    counted: frozenset[int] = frozenset()
+    choice: Choice = field(default=Choice(0))
     scored: Sequence[tuple[ScheduledChunk, int]] = ()
     scores: AsyncCopy | None = None
 
@@ -67,39 +70,55 @@ class Runner:
         worker: DeviceWorker,
         draft_length: DraftLength,
         *,
-        idle_at_zero: bool,
+        catch_up: str,
+        skips_prompts: bool,
         depth: int,
         has_budget: bool,
-        chunk: int,
         seed: int,
         on_tokens: OnTokens,
+        on_result: Callable[[float, int], None],
+        meanwhile: Callable[[], bool],
         on_prefill: Callable[[int], None],
     ) -> None:
-        """idle_at_zero: see `DraftPlan`; depth: the most drafts that a verify can accept; has_budget: whether verifies
-        have a budget of rows; chunk: most tokens of a prefill pass; seed: of the engine; on_tokens: called with the new
-        tokens of a request; on_prefill: called with the number of tokens of a prefill pass."""
+        """catch_up: see `DraftPlan`; skips_prompts: whether the drafter need not run for prompts, and may catch up with
+        them later; depth: the most drafts that a verify can accept; has_budget: whether verifies have a budget of rows;
+        seed: of the engine; on_tokens: called with the new tokens of a request; on_result: called with the time of a
+        result and the number of its tokens, after them; meanwhile: called again and again while a result is awaited;
+        does a part of what can wait, and returns whether there was any; on_prefill: called with the number of tokens of
+        a prefill pass."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._worker = worker
         self._draft_length = draft_length
-        self._idle_at_zero = idle_at_zero
+        self._lags = catch_up != "none"
+        self._own = int(catch_up == "draft")  # of the newest tokens, so many are computed in the step itself
+        self._skips_prompts = skips_prompts and self._lags
         self._depth = depth
         self._has_budget = has_budget
-        self._chunk = chunk
         self._seed = seed
         self._on_tokens = on_tokens
+        self._on_result = on_result
+        self._meanwhile = meanwhile
         self._on_prefill = on_prefill
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._num_drafts = 0  # of the last decode step
+        self.launch = Launch()  # the last one, which may have failed
+        self._num_drafts = 0  # of the last decode step that the drafter took part in
+        self._sharing: PrefixGroups | None = None  # what the worker knows of it
         self._launched_at = 0.0
-        self._last_timer: StepTimer | None = None  # of the last decode step, if nothing was launched after it
+        self._last_timer: StepTimer | None = None  # of the last launch, if nothing without a timer came after it
+        self._passes: list[StepTimer] = []  # prefill passes since the last decode step
 
     def start_record(self) -> Counters:
-        """Reset the counters, and drop the gap between the last decode step and the next one."""
-        self._last_timer = None
+        """Reset the counters."""
+        self.rest()
         self.counters = Counters()
         return self.counters
+
+    def rest(self) -> None:
+        """There is nothing to do: the time until the next launch is not idle time."""
+        self._last_timer = None
+        self._passes = []
 
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
@@ -108,15 +127,21 @@ class Runner:
         plan = self.scheduler.plan_prefill(start)
         if plan is None:
             return None
+        timer = StepTimer.begin(self._worker.batch.device, is_prefill=True)
+        tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        self.launch = Launch(tokens, prefills=True)
         for place, automaton in self.scheduler.grammars.take_new():
             self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
             self._worker.admit([self._admission(request) for request in plan.admitted])
         scored = [(chunk, _scored(chunk)) for chunk in plan.chunks]
-        result = self._worker.prefill(_prefill_work(plan, scored))
-        self._last_timer = None
+        drafts = self._drafts_prompts(plan.chunks)
+        result = self._worker.prefill(_prefill_work(plan, scored, drafts=drafts))
+        if timer is not None:
+            timer.end(previous=self._last_timer)
+            self._passes.append(timer)
+        self._last_timer = timer
         self.counters.prefill_passes += 1
-        tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
         self.counters.prefill_tokens += tokens
         self.counters.prefill_s += time.perf_counter() - start
         self._on_prefill(tokens)
@@ -135,37 +160,40 @@ class Runner:
         plan = self.scheduler.plan_decode(may_retract=may_retract)
         if plan is None:
             return None
+        self.launch = Launch(len(plan.requests))
         if plan.new_pages:
             self._worker.add_pages(plan.new_pages)
-        slots = [item.slot for item in plan.requests]
-        flags = SamplingFlags.of(item.request for item in plan.requests)
-        num_drafts = self._draft_length.choose(len(slots))
-        if self._prepare_draft(plan.requests, num_drafts, plan.bound):
+        flags = SamplingFlags.union(item.request.flags for item in plan.requests)
+        choice = self._draft_length.choose(len(plan.requests), lambda: self._describe(plan.requests))
+        requests, drafting = _drafting_first(plan.requests, choice)
+        slots = [item.slot for item in requests]
+        self._share_prefixes(slots)
+        if self._prepare_draft(requests, drafting, choice.num_drafts, plan.bound):
             self._last_timer = None  # the gap before this step is not idle time
         begun = time.perf_counter()
         timer, late = StepTimer.begin(self._worker.batch.device), self._worker.decode_counters.recorded_late
-        result = self._worker.decode(slots, flags, num_drafts, plan.bound)
+        is_split = 0 < drafting < len(requests)
+        result = self._worker.decode(slots, flags, choice.num_drafts, plan.bound, drafting if is_split else None)
         if self._worker.decode_counters.recorded_late > late:
             timer = None  # it would show the time of recording
         if timer is not None:
             timer.end(previous=self._last_timer)
         self._last_timer = timer
-        counted = frozenset(
-            index for index, item in enumerate(plan.requests) if item.request.draft_kv_valid_until is None
-        )
+        passes, self._passes = self._passes, []
         copy = self._copy(result)
         self._launched_at = time.perf_counter()
         if self._draft_length.is_auto:
-            self.counters.add_draft_length(self._draft_length.bucket(len(slots)), num_drafts)
+            cached = sum(item.request.committed for item in requests) // len(requests)
+            self.counters.add_draft_length(
+                self._draft_length.bucket(len(slots)), cached, choice.num_drafts, drafting if is_split else None
+            )
             if timer is None and self._stream is None:  # a CPU is done
-                self._draft_length.took(len(slots), num_drafts, self._launched_at - begun)
+                self._draft_length.took(choice, self._launched_at - begun)
         host_s = self._launched_at - start
         self.counters.iterations += 1
-        self.counters.iteration_rows += len(plan.requests)
+        self.counters.iteration_rows += len(requests)
         self.counters.iteration_s += host_s
-        return Launched(
-            plan.requests, copy, first=False, timer=timer, host_s=host_s, num_drafts=num_drafts, counted=counted
-        )
+        return Launched(requests, copy, first=False, timer=timer, passes=passes, host_s=host_s, choice=choice)
 
     def handle(self, launched: Launched, *, overlapped: bool = False) -> None:
         """Wait for a result and book it. `overlapped`: another decode step is launched already."""
@@ -174,26 +202,35 @@ class Runner:
         if launched.result is None:
             return
         late = overlapped and launched.result.ready()
+        while not launched.result.ready() and self._meanwhile():
+            pass
         values, *more = launched.result.wait()
         if self._worker.others is not None:
             self._worker.others.check()
         now = time.perf_counter()
         if not launched.first:
             self._count_times(launched, start, now, overlapped, late)
-        accepted, finished = [], []
+        finished: list[Request] = []
+        accepted: list[tuple[int, int]] = []
+        emitted = kept = 0
+        choice = launched.choice
+        drafting = len(launched.requests if choice.members is None else choice.members) if choice.num_drafts else 0
         for index, item in enumerate(launched.requests):
-            if self.scheduler.is_void(item.request, item.epoch):
+            emitted += 1 if launched.first else values[index][-3] + 1
+            request = item.request
+            if self.scheduler.is_void(request, item.epoch):
                 self.counters.void_results += 1
                 continue
-            if index in launched.counted:
-                accepted.append(values[index][-3])
+            if index < drafting:
+                accepted.append((request.committed, values[index][-3]))
             logprobs = Logprobs(*(of_requests[index] for of_requests in more)) if more else None
-            self._book(item.request, values[index], logprobs, launched.first, now)
-            if item.request.is_answered:
-                finished.append(item.request)
+            kept += self._book(request, values[index], logprobs, launched.first, now)
+            if request.finish_reason is not None and request.is_answered:
+                finished.append(request)
+        self._on_result(now, kept)
         self._add_to_corpus(finished)
         if self._draft_length.is_auto and not launched.first:
-            self._draft_length.learn(launched.num_drafts, accepted)
+            self._draft_length.learn(choice, accepted, emitted, kept, len(finished))
 
     def _note_prompt_logprobs(self, launched: Launched) -> None:
         if launched.scores is None:
@@ -206,21 +243,48 @@ class Runner:
                 assert chunk.request.prompt_logprobs is not None
                 chunk.request.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + count] = found
 
-    def _prepare_draft(self, requests: list[ScheduledRequest], num_drafts: int, bound: int) -> bool:
-        """Prepare the drafter for another number of drafts than in the last step. True if anything was launched."""
+    def _share_prefixes(self, slots: list[int]) -> None:
+        """Tell the worker what the requests of a step in these slots share, if it has changed."""
+        found = self.scheduler.shared_prefixes(slots)
+        if found is not self._sharing:
+            self._worker.share_prefixes(found)
+            self._sharing = found
+        if found is not None:
+            self.counters.sharing_iterations += 1
+            self.counters.shared_tokens += found.saved
+
+    def _drafts_prompts(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether the drafter runs for these chunks of prompts."""
+        if not self._skips_prompts:
+            return True
+        rows = min(self.scheduler.unfinished, self._draft_length.buckets[-1])
+        tokens = sum(chunk.end - chunk.start for chunk in chunks)
+        drafts = self._draft_length.drafts_prompts(rows, [len(chunk.request.tokens) for chunk in chunks], tokens)
+        if not drafts:
+            self.scheduler.draft_skips(chunks)
+        return drafts
+
+    def _describe(self, scheduled: Sequence[ScheduledRequest]) -> Requests:
+        requests = [item.request for item in scheduled]
+        missing = [self.scheduler.lacking(request) for request in requests] if self._lags else [0] * len(requests)
+        return Requests([request.committed for request in requests], missing, list(map(_left, requests)))
+
+    def _prepare_draft(self, requests: Sequence[ScheduledRequest], drafting: int, num_drafts: int, bound: int) -> bool:
+        """Prepare the drafter for what the first requests draft. True if anything was launched."""
+        members = requests[:drafting] if self._lags else requests
+        if self._lags:
+            self.scheduler.draft_idles(requests[drafting:])
+            if not members:
+                return False
         fewer, self._num_drafts = num_drafts < self._num_drafts, num_drafts
+        chunks = self.scheduler.plan_catch_up(members, self._own) if self._lags else []
         if fewer:
-            padding = self._draft_length.bucket(len(requests)) - len(requests)
-            self._worker.shorten([*(item.slot for item in requests), *[0] * padding], num_drafts, bound)
-        if not self._idle_at_zero:
-            return fewer
-        if not num_drafts:
-            self.scheduler.draft_idles(requests)
-            return fewer
-        budget = self._chunk if self._draft_length.probing else None  # a probe learns enough from some of them
-        chunks = [PromptChunk(*chunk) for chunk in self.scheduler.plan_catch_up(requests, budget)]
+            padding = self._draft_length.bucket(len(members)) - len(members)
+            self._worker.shorten([*(item.slot for item in members), *[0] * padding], num_drafts, bound)
         if chunks:
-            self._worker.catch_up(chunks)
+            self._worker.catch_up(
+                [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks]
+            )
         return fewer or bool(chunks)
 
     def _count_times(self, launched: Launched, start: float, now: float, overlapped: bool, late: bool) -> None:
@@ -237,17 +301,26 @@ class Runner:
             counters.overlapped += 1
             counters.late_launches += late
             counters.launch_lead_s += 0.0 if late else now - self._launched_at
+        for one in launched.passes:
+            seconds, gap = one.seconds()
+            counters.prefill_device_s += seconds
+            counters.prefill_idle_s += gap or 0.0
+        follows = launched.timer.follows
         step, gap = launched.timer.seconds()
         counters.device_s += step
         counters.device_steps += 1
-        if gap is not None:
+        if gap is not None and follows:
             counters.device_idle_s += gap
             counters.device_gaps += 1
-        counters.add_step(rows, step + (gap or 0.0))
+            step += gap
+        else:
+            counters.prefill_idle_s += gap or 0.0
+        counters.add_step(rows, step)
         if self._draft_length.is_auto:
-            self._draft_length.took(rows, launched.num_drafts, step + (gap or 0.0))
+            self._draft_length.took(launched.choice, step)
 
-    def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> None:
+    def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> int:
+        """Note the result of a request. Returns how many tokens were kept."""
         if first:
             tokens, flags = values[:1], values[1]
             accepted = drafted = 0
@@ -256,7 +329,7 @@ class Runner:
         finite, of_corpus = flags & 1, bool(flags & 2)
         self.scheduler.receive(request, None if first else accepted)
         if not finite and self.scheduler.retry_without_shared(request):
-            return
+            return 0
         if not finite:
             request.finish_reason = "error"
             request.error = (
@@ -265,13 +338,14 @@ class Runner:
             )
             self.scheduler.fail(request)
             self._on_tokens(request, [])
-            return
+            return 0
         kept = request.append(tokens[: accepted + 1], now, logprobs if request.params.logprobs else None)
         if not first:
             request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus, has_budget=self._has_budget)
-        if request.finished:
+        if request.finish_reason is not None:
             self.scheduler.finish(request)
-        self._on_tokens(request, request.tokens[len(request.tokens) - kept :])
+        self._on_tokens(request, tokens[:kept])
+        return kept
 
     def _add_to_corpus(self, finished: list[Request]) -> None:
         corpus = self._worker.corpus
@@ -308,6 +382,24 @@ class Runner:
         )
 
 
+def _drafting_first(scheduled: Sequence[ScheduledRequest], choice: Choice) -> tuple[Sequence[ScheduledRequest], int]:
+    """The requests of a step, those that draft first, and how many these are."""
+    if not choice.num_drafts:
+        return scheduled, 0
+    if choice.members is None:
+        return scheduled, len(scheduled)
+    chosen = set(choice.members)
+    others = (item for index, item in enumerate(scheduled) if index not in chosen)
+    return [*(scheduled[index] for index in sorted(chosen)), *others], len(chosen)
+
+
+def _left(request: Request) -> int:
+    """Tokens that it is expected to generate yet. An answer that a token may end is expected to be as long again as it
+    is."""
+    left = request.params.max_new_tokens - request.generated
+    return max(left if request.params.ignore_eos else min(left, max(request.generated, UNKNOWN)), 4)
+
+
 def _scored(chunk: ScheduledChunk) -> int:
     """After so many of its tokens, the first ones, the log-probability of the next token is asked for."""
     request = chunk.request
@@ -321,7 +413,7 @@ def _grammar(request: Request) -> tuple[int, int, int, int]:
     return start, start + automaton.classes.size, automaton.row, automaton.after(request.output)
 
 
-def _prefill_work(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]]) -> PrefillWork:
+def _prefill_work(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]], *, drafts: bool) -> PrefillWork:
     chunks = plan.chunks
     firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)  # token of the pass
     targets = [
@@ -335,6 +427,7 @@ def _prefill_work(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]
         ending,
         plan.loads,
         plan.saves,
-        SamplingFlags.of(chunks[index].request for index in ending),
+        SamplingFlags.union(chunks[index].request.flags for index in ending),
         targets,
+        drafts,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.draft_shape import counts_root
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
@@ -20,24 +21,26 @@ from specbatch.engine.device.score_step import ScoreStep
 from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.device.token_check import DigestedStep, TokenCheck
 from specbatch.engine.device.verify_budget import BudgetedStep, VerifyBudget
-from specbatch.engine.schedule.draft_length import DraftLength, announced
+from specbatch.engine.schedule.draft_length import PROBED, DraftLength, announced
 from specbatch.engine.schedule.scheduler import Scheduler
-from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan
+from specbatch.engine.setup.cache_scales import stored_cache
+from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan, shares_prefixes
 from specbatch.engine.setup.prepare import Prepared, prepare
-from specbatch.engine.setup.step_times import measure_step_times
+from specbatch.engine.setup.step_times import measure_catch_up, measure_step_times
 from specbatch.errors import counted
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
-from specbatch.kernels.sampling.rng import acceptance_thresholds
-from specbatch.memory.kv_cache import KVCache
+from specbatch.kernels.sampling.rng import acceptance_thresholds, thresholds_by_context
+from specbatch.memory.kv_cache import KVCache, bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
+from specbatch.memory.shared_prefixes import SharedPrefixPlanner
 from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.progress.bars import Report, Stages
-from specbatch.runtime.cuda_graphs import Recorder, batch_buckets
+from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, recorded_tokens
 from specbatch.runtime.device import type_name
 from specbatch.runtime.loader import Loader, grouped_line, kept_groups, quantization_lines, quantizes_activations
 from specbatch.text.tokenizer import Tokenizer
@@ -109,6 +112,10 @@ def _build(
         log("prefix cache: off, because no prefix state fits next to the KV pages; use a higher memory_fraction")
         prepared = prepared._replace(config=replace(config, prefix_cache=False))
     log(f"decoding: {config.speculation}")
+    if shares_prefixes(prepared):
+        log("shared prefixes: steps read them once for all requests that share one, where that is faster")
+    elif config.prefix_cache and config.deterministic:
+        log("shared prefixes: steps read them for each request, as deterministic=True fixes the order of sums")
     asked = config.speculation
     if counts_root(asked.draft_steps, asked.draft_topk, asked.draft_tokens):
         log(
@@ -128,7 +135,7 @@ def _build(
             parts = _load(prepared, plan, shared, log, progress, ranks)
             parts.caps["load_s"] = time.perf_counter() - before
             try:
-                parts.caps.update(_record_graphs(parts.worker, log, progress))
+                parts.caps.update(_record_graphs(parts, log, progress))
                 if others is not None:
                     parts.worker.lead(others)
                     others.wait_until_built()
@@ -156,9 +163,10 @@ def _load(
     num_drafts = config.speculation.num_drafts
     kv_slots = draft.kv_slots_per_step(num_drafts)
     width = reserved_length(plan.max_model_len, kv_slots) + 1
-    recorder = Recorder(device) if config.graphs.any else None
+    recorder = Recorder(device, may_leave_out=ranks is None) if config.graphs.any else None
     to_fp8 = config.speculation.quantizes_draft
-    batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
+    recorded = recorded_tokens(plan.prefill_chunk, sizes.hidden_size, sizes.ranks)
+    batch = DeviceBatch(plan.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
         dtype=dtype,
         kv_dtype=kv_dtype_of(config, dtype),
@@ -167,7 +175,7 @@ def _load(
         pages=plan.kv_pages,
         page_size=config.page_size,
         attention=attention,
-        chunk=config.prefill_chunk,
+        chunk=recorded,
         page_table=batch.page_table,
         tokens=batch.tokens,
         num_drafts=num_drafts,
@@ -189,46 +197,65 @@ def _load(
     for line in quantization_lines(model, draft.config, loads=loads, quantizes=fp8, draft_to_fp8=to_fp8):
         log(line)
     needs_all_hidden = draft.needs_all_hidden
+    stored = None
+    if loader.kv_dtype != dtype and model.kv_layers:
+        stored = use_fp8_activations(fp8)(stored_cache)(target, model, ranks, log)
+    model = model.with_k_offsets({} if stored is None else stored.k_offsets)
     forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
+    if stored is not None:
+        cache.set_scales(stored.k_scales, stored.v_scales)
     drafter: Drafter = draft.build(model, loader)
     corpus = None if asked_corpus is None else Corpus(asked_corpus, batch)
     if corpus is not None:
         drafter = CorpusDrafter(drafter, corpus.index)
     states = [one.states for one in loader.caches if one.states is not None]
     simulated = config.speculation.simulated
-    simulate = None if simulated is None else acceptance_thresholds(simulated.conditional, device)
-    step = DecodeStep(model, cache, drafter, simulate, config.speculation.verification)
+    simulate = None if simulated is None else _thresholds(simulated, device)
+    idles = draft.catch_up != "none" and corpus is None
+    can_split = config.speculation.is_auto and ranks is None and corpus is None and (idles or not draft.layers)
+    step = DecodeStep(model, cache, drafter, simulate, config.speculation.verification, idles)
     token_check = None if ranks is None else TokenCheck(device)
     if token_check is not None:
         step = DigestedStep(**vars(step), history=token_check.history)
-    elif (budget := _budget(config, device)) is not None:
+    elif (budget := _budget(config, plan.max_running, device)) is not None:
         step = BudgetedStep(**vars(step), budget=budget)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
+    sharing = None
+    if shares_prefixes(prepared):
+        sharing = SharedPrefixPlanner(config.page_size, bytes_per_page(prepared.model, 1, 1, cache.dtype))
+    reads = draft.catch_up == "target"
     worker = DeviceWorker(
         batch,
-        PrefillStep(batch, model, forward, drafter, states=states, workspace=plan.workspace, **passes),
+        PrefillStep(
+            batch, model, forward, drafter, states=states, workspace=plan.workspace, reads_features=reads, **passes
+        ),
         step,
         ScoreStep(batch, model, forward, workspace=plan.workspace, **passes),
         caches=loader.caches,
         forwards=loader.forwards,
         page_size=config.page_size,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=plan.prefill_chunk,
+        recorded_tokens=recorded,
         draft_lengths=config.speculation.draft_lengths,
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
         deterministic=config.deterministic,
+        may_share=sharing is not None,
         token_check=token_check,
         corpus=corpus,
+        fewest=PROBED if can_split else None,
     )
+    chooser = DraftLength(config.speculation.draft_lengths, batch_buckets(plan.max_running))
+    chooser.can_split = can_split
     return EngineParts(
         config=config,
         device=device,
         tokenizer=target.tokenizer(),
         model=model,
         plan=plan,
-        scheduler=_scheduler(config, plan, model.config, draft, has_states=bool(states)),
+        scheduler=_scheduler(config, plan, model.config, draft, sharing, has_states=bool(states)),
         worker=worker,
-        draft_length=DraftLength(config.speculation.draft_lengths, batch_buckets(config.max_running)),
+        draft_length=chooser,
         draft=draft,
         diagnose=use_fp8_activations(fp8)(drafter.diagnose),
         caps=_caps(prepared, plan, cache, batch.tokens.numel(), fp8=fp8),
@@ -243,14 +270,17 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
         "device": str(prepared.device),
         "dtype": type_name(prepared.dtype),
         "kv_dtype": type_name(cache.dtype),
+        "kv_scales": "none" if cache.k_scales is None else "checkpoint" if prepared.target.cache else "computed",
         "fp8_activations": "on" if fp8 else "off",
         "deterministic": "on" if config.deterministic else "off",
         "attention_backend": cache.attention.name,
-        "max_running": config.max_running,
+        "max_running": plan.max_running,
         "max_model_len": plan.max_model_len,
         "kv_pages": plan.kv_pages,
         "page_size": config.page_size,
-        "prefill_chunk": config.prefill_chunk,
+        "prefill_chunk": plan.prefill_chunk,
+        "memory_fraction": plan.memory_fraction,
+        "reasons": plan.reasons,
         "verify_rows": asked.num_drafts + 1,
         "verify_slots": prepared.draft.kv_slots_per_step(asked.num_drafts),
         "draft_shape": str(asked.shape) if asked.num_drafts else "none",
@@ -259,6 +289,7 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
         "state_bytes": plan.states,
         "cached_states": plan.cached_states,
         "prefix_cache": "on" if config.prefix_cache else "off",
+        "shared_prefixes": "once" if shares_prefixes(prepared) else "each",
     }
     if asked.verify_budget is not None:
         caps["verify_budget"] = asked.verify_budget
@@ -267,16 +298,28 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
     return caps
 
 
-def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:
+def _thresholds(simulated: AcceptanceProfile, device: torch.device) -> torch.Tensor:
+    if simulated.by_context:
+        return thresholds_by_context(simulated.at, device)
+    return acceptance_thresholds(simulated.conditional, device)
+
+
+def _budget(config: EngineConfig, running: int, device: torch.device) -> VerifyBudget | None:
     asked = config.speculation
     if asked.verify_budget is None:
         return None
     by_rejection = asked.entry.samples_drafts and asked.corpus is None and not config.deterministic
-    return VerifyBudget.of(asked.verify_budget, config.max_running, device, mixes_seeds=by_rejection)
+    return VerifyBudget.of(asked.verify_budget, running, device, mixes_seeds=by_rejection)
 
 
 def _scheduler(
-    config: EngineConfig, plan: MemoryPlan, target: ModelConfig, draft: DraftPlan, *, has_states: bool
+    config: EngineConfig,
+    plan: MemoryPlan,
+    target: ModelConfig,
+    draft: DraftPlan,
+    sharing: SharedPrefixPlanner | None,
+    *,
+    has_states: bool,
 ) -> Scheduler:
     pool = PagePool(plan.kv_pages)
     prefixes, state_cache = None, None
@@ -288,13 +331,14 @@ def _scheduler(
         pool,
         prefixes,
         page_size=config.page_size,
-        max_running=config.max_running,
-        prefill_chunk=config.prefill_chunk,
+        max_running=plan.max_running,
+        prefill_chunk=plan.prefill_chunk,
         kv_slots_per_step=draft.kv_slots_per_step(config.speculation.num_drafts),
         uncached_tail=draft.uncached_tail,
         window=_largest_window([target, *[draft.config] * bool(draft.kv_layers)]),
         state_cache=state_cache,
         samples_share=state_cache is not None or not has_states,
+        sharing=sharing,
     )
 
 
@@ -304,11 +348,15 @@ def _largest_window(models: list[ModelConfig]) -> int | None:
     return None if None in windows else max(filter(None, windows))
 
 
-def _record_graphs(worker: DeviceWorker, log: Log, progress: Stages) -> dict[str, Any]:
-    """Record the graphs, if any, once their kernels are compiled. Returns the time and memory that it took, for the
-    caps."""
+def _record_graphs(parts: EngineParts, log: Log, progress: Stages) -> dict[str, Any]:
+    """Record the graphs, if any, once their kernels are compiled. Returns the time and memory that it took, and the
+    largest batch if it is smaller than planned, for the caps."""
+    worker, plan, graphs = parts.worker, parts.plan, parts.config.graphs
     if not worker.recordings():
         return {}
+    if graphs.prefill == "piecewise" and plan.prefill_chunk > worker.recorded_tokens:
+        most = worker.recorded_tokens
+        log(f"prefill passes of more than {most} tokens run without graphs, which would not make them faster")
     start, free = time.perf_counter(), available_memory(worker.batch.device)
     progress.begin("compiling kernels")
     compiled = worker.compile_kernels(progress)
@@ -322,7 +370,17 @@ def _record_graphs(worker: DeviceWorker, log: Log, progress: Stages) -> dict[str
     total = worker.record_graphs(progress)
     seconds, taken = time.perf_counter() - recording, max(free - available_memory(worker.batch.device), 0)
     log(f"graphs: {total} buckets recorded in {seconds:.1f} s, {size_text(taken)}")
-    return {"compile_s": recording - start, "capture_s": seconds, "graph_bytes": taken}
+    found: dict[str, Any] = {"compile_s": recording - start, "capture_s": seconds, "graph_bytes": taken}
+    if left_out := sorted({size for item in worker.recordings() for size in item.left_out}):
+        works = f"memory_fraction={plan.memory_fraction:g} leaves too little memory for them; use a lower one"
+        log(f"graphs of {', '.join(map(str, left_out))} requests or tokens are not recorded: {works}")
+    if worker.graphs is not None and (most := worker.graphs.most) < plan.max_running:
+        why = f"lowered from {plan.max_running}: there was no memory for the graphs of more"
+        log(f"max_running: {most} ({why})")
+        parts.scheduler.max_running = most
+        parts.draft_length.buckets = batch_buckets(most)
+        found |= {"max_running": most, "reasons": plan.reasons | {"max_running": why}}
+    return found
 
 
 def _times(caps: dict[str, Any], total: float) -> str:
@@ -335,11 +393,28 @@ def _times(caps: dict[str, Any], total: float) -> str:
 
 def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
     """Time decode steps of every length, if one is chosen as the engine runs. Returns seconds, for the caps."""
-    if not parts.draft_length.is_auto:
+    chooser, pages = parts.draft_length, parts.plan.kv_pages
+    if not chooser.is_auto:
         return {}
-    bound = parts.scheduler.kv_slots_per_step + 1
-    catch_up = parts.config.prefill_chunk if parts.draft.idle_at_zero else None
-    times = measure_step_times(parts.worker, parts.draft_length, bound=bound, catch_up_tokens=catch_up)
+    slots = parts.scheduler.kv_slots_per_step
+    model = measure_step_times(parts.worker, chooser.buckets, chooser.draft_lengths, slots_per_step=slots, pages=pages)
+    chooser.model = model
+    if parts.draft.catch_up != "none":
+        chunk, by_target = parts.plan.prefill_chunk, parts.draft.catch_up == "target"
+        chooser.catch_up_s, chooser.prompt_s = measure_catch_up(parts.worker, chunk, pages, by_target=by_target)
+        chooser.idle_tokens = parts.draft.uncached_tail + 1
+
+    def seconds(cached: int) -> dict[str, dict[str, float]]:
+        return {
+            str(rows): {str(n): model.expected(model.kind(rows, n), cached) for n in chooser.draft_lengths}
+            for rows in chooser.buckets
+        }
+
+    base, more = seconds(0), seconds(1)
+    per_token = {rows: {n: more[rows][n] - base[rows][n] for n in row} for rows, row in base.items()}
     return {
-        "draft_length_s": {str(rows): {str(n): seconds for n, seconds in row.items()} for rows, row in times.items()}
+        "draft_length_s": base,
+        "cached_token_s": per_token,
+        "catch_up_token_s": chooser.catch_up_s,
+        "draft_prompt_token_s": chooser.prompt_s,
     }

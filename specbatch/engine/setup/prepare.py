@@ -15,13 +15,15 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.corpus import CorpusPlan
 from specbatch.drafters.corpus_files import plan_corpus
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention, prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import Layout, PrefillAttention, prefill_backend
 from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
+from specbatch.models.formats.cache_scales import FP8
 from specbatch.runtime.device import find_device, find_dtype, type_name
 from specbatch.runtime.loader import quantizes_activations
 from specbatch.weights import Checkpoint, Log
+from specbatch.weights.cache_scales import read_cache_scales
 from specbatch.weights.draft_heads import check_random
 
 MOST_RANKS = 16  # that are tried when others do not work
@@ -59,15 +61,14 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         max_model_len=config.max_model_len,
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
-    sizes = target.config
     attention = {
         "target": prefill_backend(
             config.attention_backend,
             device,
-            dtype,
-            sizes.head_dim,
-            sinks=sizes.has_sinks,
-            latents=sizes.has_latents,
+            layout=Layout(dtype, target.config.head_dim, config.page_size),
+            latents=target.config.has_latents,
+            deterministic=config.deterministic,
+            log=log,
         )
     }
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
@@ -77,7 +78,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     log(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
     if target.config.length_note is not None:
         log(target.config.length_note)
-    _check_cache_scales(config, target.config)
+    config = replace(config, kv_dtype=choose_kv_dtype(config, target, device, log))
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)
     if config.load_format == "dummy" and config.speculation.draft is not None:
@@ -94,18 +95,25 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     attention["draft"] = prefill_backend(
         config.draft_attention_backend,
         device,
-        dtype,
-        draft.config.head_dim,
         "draft_attention_backend",
-        sinks=draft.config.has_sinks,
+        layout=Layout(dtype, draft.config.head_dim, config.page_size),
         latents=draft.config.has_latents,
+        deterministic=config.deterministic,
     )
     model = target.config
     if config.tensor_parallel > 1:
         model, draft = _divided(model, draft, config.tensor_parallel)
+    if draft.catch_up == "target" and not _can_run_again(config, model):
+        draft = replace(draft, catch_up="none")
     return Prepared(
         config, device, target, model, dtype, attention, draft, plan_corpus(config.speculation, target, log)
     )
+
+
+def _can_run_again(config: EngineConfig, target: ModelConfig) -> bool:
+    """Whether the target can compute features of committed tokens again: it keeps all of their keys, and no state that
+    would advance twice. A corpus learns from each step, with the drafter."""
+    return not target.recurrent_layers and target.largest_window is None and config.speculation.corpus is None
 
 
 def _divided(model: ModelConfig, draft: DraftPlan, ranks: int) -> tuple[ModelConfig, DraftPlan]:
@@ -132,15 +140,22 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
     for setting, value in (("decode_graph", config.graphs.decode), ("prefill_graph", config.graphs.prefill)):
         if value != "off":
             raise refuse(setting, value, "needs a CUDA device and this engine runs on a CPU; use off")
-    if config.kv_dtype != "auto":
+    if config.kv_dtype == "fp8":
         raise refuse("kv_dtype", config.kv_dtype, "needs a CUDA device and this engine runs on a CPU; use auto")
 
 
-def _check_cache_scales(config: EngineConfig, target: ModelConfig) -> None:
-    """Refuse an FP8 KV cache for a checkpoint that was calibrated with other scales than the 1 of the cache here."""
-    if config.kv_dtype == "fp8" and target.quantization is not None and target.quantization.has_cache_scales:
-        works = "the checkpoint has scales for an FP8 KV cache, and the cache here has none; use auto"
+def choose_kv_dtype(config: EngineConfig, target: Checkpoint, device: torch.device, log: Log) -> str:
+    """`kv_dtype`, or "fp8" where auto follows the checkpoint. A CPU has no FP8 KV cache."""
+    made_for = target.config.cache_type
+    if config.kv_dtype == "fp8" and made_for not in (None, FP8) and target.cache:
+        works = f"the checkpoint's scales are those of a KV cache in {made_for}; use model"
         raise refuse("kv_dtype", config.kv_dtype, works)
+    if config.kv_dtype == "fp8" or (config.kv_dtype == "auto" and made_for == FP8 and device.type == "cuda"):
+        read_cache_scales(target)  # refuses some before anything is loaded
+        return "fp8"
+    if made_for or target.cache:
+        log(f"KV cache: in the model's dtype; the checkpoint was made for {made_for or FP8}, whose scales are not used")
+    return config.kv_dtype
 
 
 def _check_deterministic_on_cuda(

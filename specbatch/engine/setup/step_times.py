@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,47 +11,85 @@ from specbatch.core.async_copy import seconds_of
 from specbatch.core.attention_metadata import PromptChunk
 from specbatch.core.sampling import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
-from specbatch.engine.schedule.draft_length import DraftLength, rising
+from specbatch.engine.device.prefill import PrefillWork
+from specbatch.engine.schedule.step_model import StepModel, rising
+from specbatch.memory.page_pool import pages_for
 
-ENOUGH_S = 0.05  # for timing one thing
+RUNS = 3  # of which the shortest counts, after one that warms up ...
+ENOUGH_S = 0.05  # ... but no more of them than this takes
 # For running the largest step first on a GPU. At its power limit, as in a run, steps of many rows take up to a fifth
 # longer than on a cool one, and steps of few rows do not.
-WARM_S = 1.0
+WARM_S = 0.5
+LONG = {"cuda": 1 << 17, "cpu": 1 << 12}  # cached tokens of a step with long contexts, at most
+
+
+def measured_batches(buckets: Sequence[int]) -> list[int]:
+    """The batch sizes that are timed: powers of two and the largest. Times between them are linear enough."""
+    return [size for size in buckets if size & (size - 1) == 0 or size == buckets[-1]]
 
 
 @torch.inference_mode()
 def measure_step_times(
-    worker: DeviceWorker, draft_length: DraftLength, *, bound: int, catch_up_tokens: int | None = None
-) -> dict[int, dict[int, float]]:
-    """Seconds of a decode step over padding slots, by batch bucket and number of drafts. Also fills in
-    `draft_length.times` and, with catch_up_tokens, `catch_up_s`: the time of a pass of so many tokens.
+    worker: DeviceWorker, buckets: list[int], draft_lengths: Sequence[int], *, slots_per_step: int, pages: int
+) -> StepModel:
+    """Times of decode steps by batch and number of drafts, with short contexts and with long ones.
 
-    A time is the shortest of as many runs as fit into ENOUGH_S, up to 5, after one that warms up, and no longer than
-    that of more requests or drafts (`rising`)."""
-    device = worker.batch.device
+    slots_per_step: KV slots that a step may write to; pages: of the pool, which no request uses yet. Requests with
+    pages of their own are timed, because steps over the same page would find it in the device's cache."""
+    device, page_size = worker.batch.device, worker.decode_step.cache.page_size
+    sizes, most = measured_batches(buckets), worker.batch.width - slots_per_step - 2
 
-    def time_it(work: Callable[[], object]) -> float:
-        times: list[float] = []
-        work()
-        while len(times) < 5 and sum(times) < ENOUGH_S:
-            times.append(seconds_of(work, device))
-        return min(times)
+    def time_of(size: int, length: int, num_drafts: int) -> float:
+        """Seconds with contexts of so many tokens, the shortest of some steps."""
+        slots, bound = [*range(1, size + 1)], length + slots_per_step
+        place = partial(worker.place, size, length, min(pages_for(bound + 1, page_size), pages // size))
+        place()
+        worker.shorten(slots, num_drafts, bound)  # what prepares the drafter for fewer drafts is no part of a step
+        return shortest(partial(worker.decode, slots, SamplingFlags(), num_drafts, bound), device, before=place)
 
     if device.type == "cuda":
-        slots, most, warm = [0] * draft_length.buckets[-1], draft_length.draft_lengths[-1], 0.0
+        padding, warm = [0] * sizes[-1], 0.0
         while warm < WARM_S:
-            warm += seconds_of(partial(worker.decode, slots, SamplingFlags(), most, bound), device)
+            work = partial(worker.decode, padding, SamplingFlags(), draft_lengths[-1], slots_per_step + 1)
+            warm += seconds_of(work, device)
     measured: dict[int, dict[int, float]] = {}
-    for bucket in reversed(draft_length.buckets):
-        slots = [0] * bucket
-        measured[bucket] = {}
-        # From long to short, so that what prepares the drafter for fewer drafts runs once, too.
-        for index, num_drafts in enumerate(reversed(draft_length.draft_lengths)):
-            if index:
-                worker.shorten(slots, num_drafts, bound)
-            measured[bucket][num_drafts] = time_it(partial(worker.decode, slots, SamplingFlags(), num_drafts, bound))
-    draft_length.times = rising(measured)
-    if catch_up_tokens is not None:
-        chunks = [PromptChunk(0, 0, min(catch_up_tokens, worker.batch.width - 1))]
-        draft_length.catch_up_s = time_it(lambda: worker.catch_up(chunks))
-    return draft_length.times
+    per_token: dict[int, dict[int, float]] = {}
+    short, limit = min(2 * slots_per_step + 1, most), LONG.get(device.type, LONG["cpu"])
+    for size in reversed(sizes):
+        measured[size] = {num_drafts: time_of(size, short, num_drafts) for num_drafts in reversed(draft_lengths)}
+        long = min(most, pages // size * page_size - slots_per_step - 1, limit // size)
+        per_token[size] = dict.fromkeys(draft_lengths, 0.0)
+        if long > 4 * short:
+            ends = draft_lengths[0], draft_lengths[-1]
+            added = (max(time_of(size, long, n) - measured[size][n], 0.0) / (size * (long - short)) for n in ends)
+            first, last = added
+            for n in draft_lengths:
+                per_token[size][n] = first + (last - first) * n / draft_lengths[-1]
+    worker.place(0, 0, 0)
+    return StepModel(buckets, rising(measured), per_token)
+
+
+@torch.inference_mode()
+def measure_catch_up(worker: DeviceWorker, tokens: int, pages: int, *, by_target: bool) -> tuple[float, float]:
+    """Seconds per token of a pass of up to so many in which the drafter catches up, and of the drafter in a prompt
+    pass. by_target: see `DraftPlan.catch_up`."""
+    page_size = worker.decode_step.cache.page_size
+    count = min(tokens, worker.batch.width - 2, pages * page_size - 1)
+    worker.place(1, count, pages_for(count + 1, page_size))
+    chunks, device = [PromptChunk(1, 0, count)], worker.batch.device
+    whole = shortest(partial(worker.catch_up, chunks), device)
+    plain = 0.0
+    if by_target:
+        plain = shortest(partial(worker.prefill, PrefillWork(chunks, [], drafts=False)), device)
+    worker.place(0, 0, 0)
+    return whole / count, max(whole - plain, 0.0) / count
+
+
+def shortest(work: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None) -> float:
+    """The shortest time of some runs, each after `before`."""
+    times: list[float] = []
+    work()
+    while len(times) < RUNS and sum(times) < ENOUGH_S:
+        before()
+        times.append(seconds_of(work, device))
+    return min(times)

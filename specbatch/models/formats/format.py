@@ -25,9 +25,7 @@ PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", ".router.weight", 
 PATTERN = "re:"  # begins a regular expression in the list of unquantized modules
 SCALES = ("_scale_inv", "_scale")  # how scales are called, after the name of their weight
 _SCALED = (".weight", "_proj")  # how the names of such weights end
-# Scales of activations, which are quantized with scales of their own as the model runs, and of an FP8 KV cache.
-_OF_INPUTS = (".input_scale", ".activation_scale")
-_OF_CACHE = (".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale", ".output_scale")
+_OF_INPUTS = (".input_scale", ".activation_scale")  # activations get scales of their own as the model runs
 
 
 class MatrixShape(tuple[int, ...]):
@@ -83,8 +81,8 @@ class Format(ABC):
     """How the weights of a checkpoint are quantized. A subclass is a format; `registry.FORMATS` has them all.
 
     plain: names of modules that are not quantized (see `is_quantized`); patterns: of their full names, as a regular
-    expression after "re:" or with wildcards. `fit` replaces both by what the files say. has_cache_scales: the files
-    have scales for an FP8 KV cache; quantizes_inputs: the checkpoint was made for FP8 activations, too.
+    expression after "re:" or with wildcards. `fit` replaces both by what the files say. quantizes_inputs: the
+    checkpoint was made for FP8 activations, too.
     """
 
     name: ClassVar[str]  # for log lines
@@ -96,7 +94,6 @@ class Format(ABC):
 
     plain: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
-    has_cache_scales: bool = False
     quantizes_inputs: bool = False
 
     # The config.json.
@@ -134,7 +131,7 @@ class Format(ABC):
 
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of the files is not needed, such as the scales of activations."""
-        return is_unused_scale(name)
+        return is_input_scale(name)
 
     def is_idle(self, name: str, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> bool:
         """Whether a tensor that no config describes can be ignored, because it changes nothing."""
@@ -178,7 +175,7 @@ class Format(ABC):
         scaled = {self.weight_of(name) for name in found}
         matrices = (name for name, shape in found.items() if len(shape) > 1 and self.weight_of(name) is None)
         plain = frozenset(name.removesuffix(".weight") for name in matrices if name not in scaled)
-        return replace(self, plain=plain, patterns=(), has_cache_scales=any(map(is_cache_scale, found)))
+        return replace(self, plain=plain, patterns=())
 
     # Weights in memory.
 
@@ -245,14 +242,9 @@ def scales_per_output(found: Shapes) -> Shapes:
     }
 
 
-def is_unused_scale(name: str) -> bool:
-    """Whether a tensor is a scale that nothing here uses."""
-    return name.endswith(_OF_INPUTS) or is_cache_scale(name)
-
-
-def is_cache_scale(name: str) -> bool:
-    """Whether a tensor is a scale of an FP8 KV cache."""
-    return name.endswith(_OF_CACHE)
+def is_input_scale(name: str) -> bool:
+    """Whether a tensor is a scale of activations."""
+    return name.endswith(_OF_INPUTS)
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from specbatch.files.config_values import flag_of, table_of
 from specbatch.kernels.common.block_sizes import SCALE_BLOCK
+from specbatch.models.formats.cache_scales import quark_caches
 from specbatch.models.formats.format import SCALES, Format, Group, Shape, Shapes, Source, scaled, scales_per_output
 from specbatch.models.formats.settings import expect, refuse_setting, unquantized
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
 
 _BLOCKS = [SCALE_BLOCK, SCALE_BLOCK]
+_OF_WEIGHTS = ("weight", "input_tensors")  # Quark's settings of a layer, but for those of its outputs
 # Root mean square of float8_e4m3fn values if all bit patterns except the two NaNs are equally likely.
 _RMS = 100.06
 
@@ -128,11 +130,17 @@ def _modelopt(found: dict[str, Any]) -> Format:
 
 def _quark(found: dict[str, Any]) -> Format:
     """AMD Quark's own method, in FP8."""
-    for key in ("layer_quant_config", "layer_type_quant_config", "algo_config"):
-        if found.get(key):
-            raise refuse_setting(key, found[key], "all weights must be quantized in one way")
-    expect(table_of(found, "export"), "weight_format", "real_quantized", default="real_quantized", where="export")
     scheme = table_of(found, "global_quant_config")
+    layers, of_cache = table_of(found, "layer_quant_config"), quark_caches(found)
+    others = {
+        name: table_of(layers, name)
+        for name in layers
+        if name not in of_cache or any(of_cache[name].get(key) != scheme.get(key) for key in _OF_WEIGHTS)
+    }
+    for key in ("layer_quant_config", "layer_type_quant_config", "algo_config"):
+        if value := (found | {"layer_quant_config": others}).get(key):
+            raise refuse_setting(key, value, "all weights must be quantized in one way")
+    expect(table_of(found, "export"), "weight_format", "real_quantized", default="real_quantized", where="export")
     weights, inputs, where = table_of(scheme, "weight"), table_of(scheme, "input_tensors"), "global_quant_config"
     expect(weights, "dtype", "fp8_e4m3", where=f"{where}.weight")
     expect(weights, "qscheme", "per_tensor", "per_channel", where=f"{where}.weight")

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from specbatch.errors import refuse
 from specbatch.kernels.common.block_sizes import MX_BLOCK
-from specbatch.models.formats.format import Format, Shape, Shapes, Source, is_cache_scale
+from specbatch.models.formats.format import Format, Shape, Shapes, Source
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +57,7 @@ class Mxfp4Weights(Format):
         return name.endswith(_QUANTIZED)
 
     def fit(self, found: Shapes) -> Self:
-        return replace(self, has_cache_scales=any(map(is_cache_scale, found)))
+        return self
 
     def load(self, name: str, shape: Shape, source: Source) -> Mxfp4Weight:
         from specbatch.kernels.gemm.quantized.mxfp4 import (

@@ -10,26 +10,30 @@ from collections.abc import Callable
 from typing import Any
 
 from specbatch.files.config_values import table_of
+from specbatch.models.formats.cache_scales import cache_type
 from specbatch.models.formats.format import Format, Group
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.formats.int4 import Int4Weights
 from specbatch.models.formats.mxfp4 import Mxfp4Weights
 from specbatch.models.formats.settings import KEY, refuse_setting, unquantized
 
+# What describes quantized weights, of methods that may quantize the KV cache alone.
+_OF_WEIGHTS = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}
 FORMATS: tuple[type[Format], ...] = (FP8Weights, Int4Weights, Mxfp4Weights)
 FILE_TYPES = tuple(kind for form in FORMATS for kind in form.file_types)  # of quantized weights that keep their name
 
 
 def format_of(config: dict[str, Any], own: tuple[str, ...] = ()) -> Format | None:
-    """How the weights of a checkpoint are quantized; None if its config.json has no quantization. own: methods that
-    only this family reads. Raises SpecbatchError for one that is not supported."""
+    """How the weights of a checkpoint are quantized; None if its config.json has no quantization, or that of a KV cache
+    only. own: methods that only this family reads. Raises SpecbatchError for one that is not supported."""
     found = table_of(config, KEY)
-    if not found:
+    method = found.get("quant_method")
+    weights = _OF_WEIGHTS.get(method) if isinstance(method, str) else None
+    if not found or (weights and not found.get(weights) and cache_type(found)):
         return None
     readers: dict[str, Callable[[dict[str, Any]], Format]] = {"compressed-tensors": _compressed_tensors}
     for form in FORMATS:
         readers |= {name: read for name, read in form.methods().items() if name in own or not form.is_of_family}
-    method = found.get("quant_method")
     reader = readers.get(method) if isinstance(method, str) else None
     if reader is None:
         raise refuse_setting("quant_method", method, f"use one of {', '.join(readers)}")

@@ -55,6 +55,7 @@ class Table:
         self.tensors["lm_head.weight"][FOLLOWS, range(COUNT)] = 1.0
         mtp = {f"mtp.{name}": tensor for name, tensor in heads.stored(head("mtp")).items()}
         self.mtp = {name: tuple(tensor.shape) for name, tensor in mtp.items()}
+        self.cache: dict[str, tuple[int, ...]] = {}
         self.tensors |= mtp
 
     def names(self) -> list[str]:

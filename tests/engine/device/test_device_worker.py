@@ -66,11 +66,12 @@ def run(engine: Engine, prompts: list[list[int]]) -> None:
     [
         ("llama", "none", "v1", {"score", "assign_pages"}),
         ("llama", "model", "v2", {"add_pages"}),
-        ("llama", "model-auto", "v2", {"shorten", "catch_up"}),
+        ("llama", "model-auto", "v2", {"catch_up"}),
         ("llama", "eagle-tree", "v2", set()),
         ("qwen3.5", "ngram", "v2", set()),
         ("llama", "ngram-corpus", "v2", {"add_answers", "forget_answers"}),
         ("qwen3.5", "eagle3-auto", "v1", {"shorten"}),
+        ("llama", "eagle3-auto", "v2", {"catch_up"}),
     ],
 )
 def test_replayed_calls_give_the_same_tensors(

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from specbatch.core.request import Request, SamplingParams
-from specbatch.engine.schedule.scheduler import OutOfPagesError, PrefillPlan, ScheduledRequest, Scheduler
+from specbatch.engine.schedule.scheduler import (
+    OutOfPagesError,
+    PrefillPlan,
+    ScheduledChunk,
+    ScheduledRequest,
+    Scheduler,
+)
 from specbatch.memory.page_pool import PagePool
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.state_cache import StateCache
@@ -42,7 +48,7 @@ class Device:
         self.table[request.slot] = list(request.pages)
         self.state[request.slot] = None
 
-    def prefill(self, plan: PrefillPlan, states: bool) -> None:
+    def prefill(self, plan: PrefillPlan, states: bool, drafts: bool) -> None:
         chunks = plan.chunks
         for checkpoint, slot in plan.loads:  # before any is saved
             self.state[slot] = self.kept[checkpoint]
@@ -59,9 +65,12 @@ class Device:
         for chunk in chunks:
             for position in range(chunk.start, chunk.end):
                 place = self.place(chunk.request.slot or 0, position)
-                self.target[place] = self.draft[place] = tuple(chunk.request.tokens[: position + 1])
+                self.target[place] = tuple(chunk.request.tokens[: position + 1])
+                if drafts:
+                    self.draft[place] = self.target[place]
         for chunk in chunks:  # all keys are written before any is read
-            self.read(chunk.request.slot or 0, chunk.request.tokens, chunk.end, chunk.end)
+            valid = chunk.request.draft_kv_valid_until
+            self.read(chunk.request.slot or 0, chunk.request.tokens, chunk.end, chunk.end if valid is None else valid)
             if chunk.last:
                 self.length[chunk.request.slot or 0] = chunk.end
 
@@ -87,6 +96,18 @@ class Device:
                 self.draft[self.place(slot, position)] = seen
         self.length[slot] = length + accepted + 1
 
+    def catch_up(self, chunk: ScheduledChunk, text: list[int]) -> None:
+        """The draft computes what it lacks, but for the token before the root and those after it."""
+        for position in range(chunk.start, chunk.end):
+            self.draft[self.place(chunk.slot, position)] = tuple(text[: position + 1])
+
+    def step(self, slot: int, text: list[int]) -> None:
+        """A step of the target alone."""
+        length = self.length[slot]
+        self.read(slot, text, length, 0)
+        self.target[self.place(slot, length)] = tuple(text[: length + 1])
+        self.length[slot] = length + 1
+
 
 class Launched:
     def __init__(self, rows: list[ScheduledRequest], outputs: list[list[int]], first: bool) -> None:
@@ -107,6 +128,7 @@ class Machine(RuleBasedStateMachine):
         lazy=st.booleans(),
         places=st.sampled_from([0, 1, 2, 9]),
         window=st.sampled_from([None, None, 1, 2, 5, 16]),
+        idle=st.sampled_from([0.0, 0.2, 0.8]),
     )
     def start(self, **options: Any) -> None:
         self.late, self.lazy = options["late"], options["lazy"]
@@ -127,6 +149,7 @@ class Machine(RuleBasedStateMachine):
         self.requests: list[Request] = []
         self.in_flight: Launched | None = None
         self.clock = 0.0
+        self.idle, self.chance = options["idle"], random.Random(0)
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -156,7 +179,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(1, 8), ending=st.sampled_from([0.0, 0.03, 0.5]))
     def steps(self, seed: int, count: int, ending: float) -> None:
-        chance = random.Random(seed)
+        chance = self.chance = random.Random(seed)
         for _ in range(count):
             self.advance(lambda: chance.randrange(self.rows), lambda: chance.random() < ending)
             self.pages_are_conserved()
@@ -208,7 +231,10 @@ class Machine(RuleBasedStateMachine):
         for request in plan.admitted:
             self.device.admit(request)
             self.truth[request.index] = list(request.tokens)
-        self.device.prefill(plan, self.state_cache is not None)
+        drafts = not self.scheduler.keeps_pages or self.chance.random() >= self.idle
+        if not drafts:
+            self.scheduler.draft_skips(plan.chunks)
+        self.device.prefill(plan, self.state_cache is not None, drafts)
         rows, outputs = [], []
         for chunk in plan.chunks:
             if chunk.last:
@@ -227,6 +253,13 @@ class Machine(RuleBasedStateMachine):
             row = self.device.table[slot]
             assert index <= len(row), "page rows grow at their end"
             row[index : index + 1] = [page]
+        idle = [row for row in plan.requests if self.chance.random() < self.idle]
+        drafting = [row for row in plan.requests if row not in idle]
+        self.scheduler.draft_idles(idle)
+        lacking = {row.slot: self.scheduler.lacking(row.request) for row in drafting}
+        for chunk in self.scheduler.plan_catch_up(drafting, own=1):
+            assert 0 < chunk.end - chunk.start <= lacking[chunk.slot]
+            self.device.catch_up(chunk, self.truth[chunk.request.index])
         outputs = []
         for row in plan.requests:
             request = row.request
@@ -237,9 +270,12 @@ class Machine(RuleBasedStateMachine):
             assert length + self.rows <= plan.bound
             truth = self.truth[request.index]
             assert len(truth) == length + 1
-            accepted = accept()
+            accepted = 0 if row in idle else accept()
             run = [STOP if stops() else 1 + (length + place) % 2 for place in range(accepted + 1)]
-            self.device.verify(row.slot, truth + run, accepted)
+            if row in idle:
+                self.device.step(row.slot, truth + run)
+            else:
+                self.device.verify(row.slot, truth + run, accepted)
             truth += run
             outputs.append(run)
         return Launched(plan.requests, outputs, False)
@@ -506,12 +542,12 @@ def crowded(tokens: list[int]) -> tuple[Scheduler, list[Request]]:
     scheduler, pool = make(pages=2 * len(tokens), kv_slots_per_step=1)
     requests = [add(scheduler, index, 6, 2) for index in range(len(tokens))]
     for request, generated in zip(requests, tokens, strict=True):
-        request.params = SamplingParams(max_new_tokens=30)
+        request.params, request.most_tokens = SamplingParams(max_new_tokens=30), request.prompt_len + 30
         request.pages, request.slot = pool.allocate(2), scheduler.free_slots.pop()
         request.tokens += [1] * generated
         request.committed = 8
         scheduler._waiting.remove(request)
-        scheduler._running.append(request)
+        scheduler._running[request] = ScheduledRequest(request, request.epoch, request.slot)
     return scheduler, requests
 
 
@@ -544,7 +580,7 @@ def test_pages_of_an_ended_request_do_not_reach_the_next_owner_of_its_slot() -> 
     heir = add(scheduler, 2, 2, 2)
     add(scheduler, 3, 2, 2)
     spans(scheduler)
-    assert slot in (heir.slot, scheduler._running[-1].slot)
+    assert slot in (heir.slot, list(scheduler._running)[-1].slot)
     plan = scheduler.plan_decode(may_retract=True)
     assert plan is not None
     assert plan.new_pages == []

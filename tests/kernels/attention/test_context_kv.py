@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from crossed import crossed
@@ -66,6 +68,26 @@ def test_verify_writes_accepted_positions_only(
     write_verified_kv_ref(case.kv, case.heads, *case.theirs, where)
     write_verified_kv(case.kv, case.heads, *case.ours, where)
     case.compare(1 + 6 + 3 + 4)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float8_e4m3fn])
+def test_scales(device: torch.device, stored: torch.dtype) -> None:
+    """Of each layer and KV head. In FP8 nothing is rounded, which the interpreter does differently."""
+    case = Case(device, torch.float32, 9, 2, 2, 64)
+    case.ours, case.theirs = ([x.zero_().to(stored) for x in caches] for caches in (case.ours, case.theirs))
+    scales = [torch.rand(2, 2, device=device) + 0.5 for _ in range(2)]
+    if stored != torch.float32:
+        case.kv = case.kv.sign()  # of RMSNorm, too
+        case.heads = replace(case.heads, eps=0.0)
+        case.heads.k_norms.fill_(2.0), case.heads.cos.fill_(1), case.heads.sin.fill_(0)
+        scales = [2.0 ** torch.randint(-8, 3, (2, 2), device=device) for _ in range(2)]
+        case.kv[3, 70] = 1e6
+    positions = torch.arange(9, device=device)
+    for write, caches in ((write_context_kv_ref, case.theirs), (write_context_kv, case.ours)):
+        write(case.kv, case.heads, *caches, positions, positions + PAGE, *scales)
+    for ours, theirs in zip(case.ours, case.theirs, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-6, atol=2e-6)
+        assert ours.float().isfinite().all()
 
 
 def test_padding_rows_write_to_page_0(device: torch.device) -> None:

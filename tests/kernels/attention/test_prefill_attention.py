@@ -2,81 +2,18 @@
 
 from __future__ import annotations
 
-import math
-import random
 from typing import Any
 
 import pytest
 import torch
 from crossed import crossed
 from dtypes import DTYPES
+from paged_prompts import Case
 
 from specbatch.kernels.attention.prefill.prefill_attention_triton import Tiling, prefill_attention
+from specbatch.kernels.attention.prefill.unpacked_cache_triton import unpacked
 from specbatch.kernels.attention.queries import PrefillInputs
-from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
-
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
-
-
-class Case:
-    """Sequences of random keys, their pages scattered; spans as (start, end). Pages that no sequence owns are NaN."""
-
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, spans: list[tuple[int, int]], heads: tuple[int, int, int],
-        page_size: int = 16, stored: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
-        self.count, self.kv, self.dim = heads
-        self.spans = spans
-        needed = [math.ceil(end / page_size) for _, end in spans]
-        order = random.sample(range(1, sum(needed) + 3), sum(needed))
-        table = torch.zeros(len(spans) + 2, max(needed) + 1, dtype=torch.int64)
-        rows = random.sample(range(1, len(spans) + 2), len(spans))
-        shape = (sum(needed) + 3, page_size, self.kv, self.dim)
-        k_cache, v_cache = (torch.full(shape, torch.nan) for _ in range(2))
-        self.keys, self.values = [], []
-        for row, (_, end), count in zip(rows, spans, needed, strict=True):
-            pages = torch.tensor([order.pop() for _ in range(count)])
-            table[row, :count] = pages
-            k, v = (torch.randn(end, self.kv, self.dim).to(stored or dtype).float() for _ in range(2))
-            slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
-            for cache, x in ((k_cache.flatten(0, 1), k), (v_cache.flatten(0, 1), v)):
-                cache[slots[:end]] = x
-                cache[slots[end:]] = 300  # stale, from another sequence
-            self.keys.append(k)
-            self.values.append(v)
-        self.k_cache, self.v_cache = (cache.to(device, stored or dtype) for cache in (k_cache, v_cache))
-        starts, ends = map(list, zip(*spans, strict=True))
-        self.layout = RaggedBatch(starts, ends, rows, table.to(device), page_size)
-        ends = self.layout.counts  # the pass's own keys and values, where every span is fresh
-        self.new = [torch.cat([x[-n:] for x, n in zip(xs, ends, strict=True)]) for xs in (self.keys, self.values)]
-        self.new = [x.to(device, dtype) for x in self.new]
-        self.q = torch.randn(self.layout.offsets[-1], self.count, self.dim).to(device, dtype)
-
-    def inputs(self, window: int = 0, sinks: torch.Tensor | None = None, *, own: bool = False) -> PrefillInputs:
-        """own: with the keys and values of the pass itself."""
-        new = self.new if own else (None, None)
-        return PrefillInputs(self.q, *new, self.k_cache, self.v_cache, self.layout, window, sinks=sinks)
-
-    def expected(self, window: int = 0, sinks: torch.Tensor | None = None) -> torch.Tensor:
-        parts = []
-        queries = self.q.double().cpu().split(self.layout.counts)
-        for q, k, v, (start, end) in zip(queries, self.keys, self.values, self.spans, strict=True):
-            k, v = (x.double().repeat_interleave(self.count // self.kv, 1) for x in (k, v))
-            scores = torch.einsum("qhd,khd->hqk", q, k) * self.dim**-0.5
-            distance = torch.arange(start, end)[:, None] - torch.arange(end)
-            hidden = distance < 0
-            if window:
-                hidden |= distance >= window
-            weights = scores.masked_fill(hidden, -torch.inf).exp()
-            total = weights.sum(-1, keepdim=True)
-            if sinks is not None:
-                total += sinks.double().cpu().exp()[:, None, None]
-            parts.append(torch.einsum("hqk,khd->qhd", weights / total, v))
-        return torch.cat(parts)
-
-    def check(self, out: torch.Tensor, window: int = 0, sinks: torch.Tensor | None = None) -> None:
-        slack = TOLERANCE[self.q.dtype]
-        torch.testing.assert_close(out.double().cpu(), self.expected(window, sinks), rtol=slack, atol=slack)
+from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 
 
 @pytest.mark.parametrize(
@@ -179,6 +116,39 @@ def test_fp8_kv_cache(device: torch.device, heads: tuple[int, int, int]) -> None
         pytest.skip("the interpreter has no FP8 matmul")
     case = Case(device, torch.bfloat16, [(0, 70), (300, 421)], heads, stored=torch.float8_e4m3fn)
     case.check(prefill_attention(case.inputs()))
+
+
+@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("spans", [[(0, 33), (47, 80)], [(1100, 1103), (0, 5)]])
+def test_scales_of_a_cache(device: torch.device, stored: torch.dtype | None, spans: list[tuple[int, int]]) -> None:
+    case = Case(device, torch.float32, spans, (6, 2, 24), stored=stored)
+    case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)]
+    sinks = torch.randn(6, device=device)
+    case.check(prefill_attention(case.inputs(sinks=sinks), Tiling(16, 64, 4, 2)), sinks=sinks)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_long_chunks_read_a_converted_copy_of_an_fp8_cache(device: torch.device, scaled: bool) -> None:
+    """Several layers use the tables of one pass; what pages hold after the last key is not read."""
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    case = Case(device, dtype, [(7, 290), (0, 130), (128, 256)], (4, 2, 24), stored=torch.float8_e4m3fn)
+    case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)] if scaled else [None, None]
+    tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None
+    for _ in range(2):
+        inputs = unpacked(case.inputs())
+        assert inputs.k_cache.dtype == dtype
+        assert inputs.spans.page_table.tolist()[2][:2] == [5, 6]
+        case.check(prefill_attention(case.inputs(), tile))
+    few = Case(device, dtype, [(280, 290), (0, 130)], (4, 2, 24), stored=torch.float8_e4m3fn)
+    for kept in (few.inputs(), case.inputs(window=9), case.inputs()._replace(q=case.q.float())):
+        assert unpacked(kept) is kept
+
+
+def test_keys_of_the_pass_are_not_scaled(device: torch.device) -> None:
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    case = Case(device, dtype, [(0, 37), (0, 1)], (8, 2, 64), stored=torch.float8_e4m3fn)
+    inputs = case.inputs(own=True)._replace(k_scale=torch.full((2,), torch.nan), v_scale=torch.full((2,), torch.nan))
+    case.check(prefill_attention(inputs, Tiling(32, 16, 4, 2)))
 
 
 FRESH = [(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specbatch.kernels.common.rehearsal import ValueNeededError, is_rehearsing, rehearse, rehearsing, values_needed
+from specbatch.kernels.common.rehearsal import ValueNeededError, is_rehearsing, rehearse, rehearsing
 
 X, W, INDEX = torch.randn(8, 16), torch.randn(4, 16), torch.tensor([7, 2, 2])
 OPERATIONS: dict[str, Callable[[], torch.Tensor]] = {
@@ -82,7 +82,6 @@ def test_new_tensors_with_given_values_are_real() -> None:
         lambda: X.nonzero(),
         lambda: torch.equal(X, X),
         lambda: torch.rand_like(X),
-        lambda: values_needed("another library"),
     ],
 )
 def test_a_value_that_is_needed_ends_a_program(program: Callable[[], object]) -> None:
@@ -98,7 +97,3 @@ def test_a_value_that_is_needed_ends_a_program(program: Callable[[], object]) ->
         rehearse(whole)
     assert not went_on
     assert torch.equal(torch.get_rng_state(), generator)
-
-
-def test_outside_a_rehearsal_values_are_there() -> None:
-    values_needed("another library")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from dtypes import DTYPES
 
 from specbatch.kernels.attention.paged_attention import write_kv_ref
-from specbatch.kernels.attention.qkv import split_qkv_rope_ref
+from specbatch.kernels.attention.qkv import split_qkv_rope_ref, split_qkv_rope_write_ref
 from specbatch.kernels.attention.qkv_triton import split_qkv_rope
 from specbatch.kernels.attention.queries import AttentionInputs, QKVLayout
 from specbatch.kernels.elementwise.elementwise_triton import (
@@ -106,6 +106,43 @@ def test_split_qkv_rope(
     assert torch.equal(q_alone, q_new)
     assert [tuple(part.shape) for part in none] == [(rows, 0, dim)] * 2
     assert all(cache.isnan().all() for cache in unused)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_qkv_rope_with_offsets_of_keys(device: torch.device, dtype: torch.dtype) -> None:
+    """They are subtracted from the keys that are stored and from those that are returned, and from nothing else."""
+    rows, count, kv, dim = 21, 9, 3, 24
+    heads = replace(make_heads(device, dtype, count, kv, dim, True), k_offset=torch.randn(kv, dim, device=device) * 30)
+    qkv = torch.randn(rows, (count + 2 * kv) * dim, device=device).to(dtype)
+    positions = torch.randint(64, (rows,), device=device)
+    slots = torch.randperm(40, device=device)[:rows]
+    scale = torch.tensor([1.0, 4.0, 0.5], device=device)
+    ours, theirs = ([torch.zeros(10, 4, kv, dim, dtype=dtype, device=device) for _ in range(2)] for _ in range(2))
+    found = split_qkv_rope(AttentionInputs(qkv.clone(), heads, positions, *ours, scale, scale), slots)
+    expected = split_qkv_rope_write_ref(AttentionInputs(qkv, heads, positions, *theirs, scale, scale), slots)
+    for one, other in zip([*found, *ours], [*expected, *theirs], strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("has_scales", [False, True])
+def test_keys_and_values_are_returned_as_they_are_stored(device: torch.device, has_scales: bool) -> None:
+    rows, count, kv, dim = 5, 4, 2, 64
+    heads = make_heads(device, torch.float32, count, kv, dim, False)
+    heads.cos.fill_(1), heads.sin.fill_(0)
+    qkv = torch.randn(rows, count + 2 * kv, dim, device=device).round()  # the interpreter rounds to FP8 differently
+    qkv[2, count, 3], qkv[3, -1, 5] = 1e4, -1e4
+    scales = [2.0 ** torch.tensor(powers, device=device) for powers in ([-1, 2], [3, 0])] if has_scales else []
+    positions, found = torch.arange(rows, device=device), []
+    for split in (split_qkv_rope_write_ref, split_qkv_rope):
+        caches = [torch.zeros(4, 4, kv, dim, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+        inputs = AttentionInputs(qkv.flatten(1).clone(), heads, positions, *caches, *scales)
+        found.append((*split(inputs, positions), *caches))
+    for theirs, ours in zip(*found, strict=True):
+        assert torch.equal(theirs.float(), ours.float())
+    _, k, v, k_cache, v_cache = found[1]
+    for x, cache, by in zip((k, v), (k_cache, v_cache), scales or [torch.ones(kv)] * 2, strict=True):
+        assert torch.equal(x, cache.float().flatten(0, 1)[:rows] * by.to(device)[:, None])
+    assert (k[2, 0, 3], v[3, 1, 5]) == ((224.0, -448.0) if has_scales else (448.0, -448.0))
 
 
 def test_split_qkv_rope_with_fp8_cache(device: torch.device) -> None:

@@ -25,7 +25,14 @@ from specbatch.kernels.sampling.accept_triton import (
     commit,
     verify_inputs,
 )
-from specbatch.kernels.sampling.rng import SIMULATED, acceptance_thresholds, simulated_accept_ref, uniform_ref
+from specbatch.kernels.sampling.rng import (
+    SIMULATED,
+    acceptance_thresholds,
+    context_row_ref,
+    simulated_accept_ref,
+    thresholds_by_context,
+    uniform_ref,
+)
 
 
 def greedy(seeds: torch.Tensor) -> Sampling:
@@ -158,7 +165,8 @@ def test_argmax_does_not_depend_on_chunk_size(rows: int, device: torch.device) -
     assert argmax(lowest) == [logits.shape[1] - 1] * rows
 
 
-def test_random_numbers_match_reference(device: torch.device) -> None:
+@pytest.mark.parametrize("by_context", [False, True])
+def test_random_numbers_match_reference(device: torch.device, by_context: bool) -> None:
     batch = 64
     seeds = torch.randint(-(1 << 62), 1 << 62, (batch,), generator=torch.Generator().manual_seed(3)).to(device)
     drafts = torch.zeros(batch, 7, dtype=torch.int64, device=device)
@@ -169,6 +177,8 @@ def test_random_numbers_match_reference(device: torch.device) -> None:
     starts = lengths[1:].clone()
     batch_rows = BatchRows(tokens, lengths, rows)
     thresholds = acceptance_thresholds([0.9, 0.5, 0.8, 0.99, 0.6, 0.3, 1.0], device)
+    if by_context:
+        thresholds = thresholds_by_context(lambda length: [1 / (1 + length / 500)] * 9, device)
     packed = commit(Chosen(chosen, chosen == 0), Proposal(drafts, drafted), batch_rows, seeds, thresholds)
     assert torch.equal(packed[:, 8], simulated_accept_ref(seeds, starts, drafted, thresholds))
     assert len(packed[:, 8].unique()) > 4
@@ -199,3 +209,9 @@ def test_stage_matches_reference(batch: int, n: int, device: torch.device) -> No
     root = case.tokens[case.rows, lengths][:, None]
     assert torch.equal(tokens, torch.cat([root, case.drafts], 1).flatten())
     assert torch.equal(positions, (lengths[:, None] + torch.arange(n, device=device)).flatten())
+
+
+def test_context_rows_are_eighths_of_powers_of_two() -> None:
+    lengths = torch.tensor([0, 1, 2, 3, 511, 512, 575, 576, 1023, 1024, 32767, 32768, 1 << 30])
+    wanted = [0, 0, 8, 12, 71, 72, 72, 73, 79, 80, 119, 120, 191]
+    assert context_row_ref(lengths).tolist() == wanted

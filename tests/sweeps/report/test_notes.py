@@ -195,3 +195,31 @@ def test_repeated_prompts_are_noted():
     assert "(baseline at concurrency 4, repeat 1, and 1 other point).\n" in text
     records = [record("baseline", 1, 10.0, distinct_prompts=2)]
     assert "REPEATED" not in text_of(records)
+
+
+@pytest.mark.parametrize(
+    ("last", "note"),
+    [
+        (4.40e12, None),  # within 3%
+        (3.90e12, "LIMITS CHANGED: read bandwidth of the GPU: 4.49 TB/s before baseline at concurrency 4, repeat 1 and "
+         "3.90 TB/s after v1 at concurrency 4, repeat 1, 15.1% apart; clock 1400 to 1980 MHz, memory 70 to 95 C, "
+         "power cap in up to 50% of the samples of a point"),
+    ],
+)  # fmt: skip
+def test_limits_that_changed_are_a_note(last: float, note: str | None):
+    records = pair()
+    for one, (before, after) in zip(records, ((4.49e12, 4.45e12), (4.45e12, last)), strict=True):
+        gpu = {"samples": 4, "sm_clock_mhz": [1400, 1700, 1980], "memory_temperature_c": [70, 80, 95]}
+        one.conditions = {
+            "limits": {"before": {"read_bytes_s": before}, "after": {"read_bytes_s": after}},
+            "gpus": {"0": gpu | {"throttle": {"power cap": 0.5}}},
+        }
+    found = [str(item) for item in notes(records, table(records)) if item.warning == "LIMITS CHANGED"]
+    assert found == ([] if note is None else [f"{note}; compare points of the same round only"])
+
+
+def test_limits_that_failed_are_no_change():
+    records = pair()
+    for one in records:
+        one.conditions = {"limits": {"before": {"error": "CUDA out of memory"}, "after": {}}, "gpus": {}}
+    assert not [item for item in notes(records, table(records)) if item.warning == "LIMITS CHANGED"]

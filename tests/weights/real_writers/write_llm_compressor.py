@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
@@ -27,7 +28,10 @@ KINDS = {  # name -> scheme, group size of the weights if not the scheme's
     "llm-compressor-nvfp4": ("NVFP4", None),
     "llm-compressor-nvfp4a16": ("NVFP4A16", None),
     "llm-compressor-mxfp4": ("MXFP4", None),
+    "llm-compressor-fp8-cache": ("FP8_DYNAMIC", None),
+    "llm-compressor-cache": (None, None),
 }
+CACHES = {"llm-compressor-fp8-cache": "tensor", "llm-compressor-cache": "attn_head"}  # strategies of their KV caches
 REFUSED = [f"llm-compressor-{name}" for name in ("w4afp8", "w8a8", "w8a16", "nvfp4", "nvfp4a16", "mxfp4")]
 
 
@@ -47,10 +51,14 @@ def main(out: Path, names: list[str]) -> None:
             written = Path(folder, "written")
             model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
             modifier = GPTQModifier if name.endswith("-gptq") else QuantizationModifier
+            groups: dict[str, Any] = {} if preset is None else {"config_groups": {"group_0": scheme_of(preset, group)}}
+            if name in CACHES:
+                cache = QuantizationArgs(num_bits=8, type="float", strategy=CACHES[name], dynamic=False, symmetric=True)
+                groups["kv_cache_scheme"] = cache
             oneshot(
                 model=model, tokenizer=AutoTokenizer.from_pretrained(plain), max_seq_length=64,
                 dataset=Dataset.from_dict({"input_ids": calibration().tolist()}), num_calibration_samples=8,
-                recipe=modifier(config_groups={"group_0": scheme_of(preset, group)}, ignore=["lm_head"]),
+                recipe=modifier(**groups, ignore=["lm_head"]),
                 output_dir=str(written),
             )  # fmt: skip
             if name in REFUSED:

@@ -11,13 +11,15 @@ import modelopt.torch.quantization as mtq
 import torch
 from modelopt.torch.export import export_hf_checkpoint
 from modelopt.torch.quantization.qtensor import FP8QTensor
+from modelopt.torch.quantization.utils import update_quant_cfg_with_kv_cache_quant
 from safetensors.torch import load_file
 from tiny_llama import calibration, keep, write_model
 from transformers import AutoModelForCausalLM
 
-READ = ("modelopt-fp8", "modelopt-fp8-per-channel")
+READ = ("modelopt-fp8", "modelopt-fp8-cache", "modelopt-fp8-per-channel")
 KINDS = {
     "modelopt-fp8": "FP8_DEFAULT_CFG",
+    "modelopt-fp8-cache": "FP8_DEFAULT_CFG",
     "modelopt-fp8-per-channel": "FP8_PER_CHANNEL_PER_TOKEN_CFG",
     "modelopt-fp8-blocks": "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG",
     "modelopt-nvfp4": "NVFP4_DEFAULT_CFG",
@@ -45,6 +47,8 @@ def main(out: Path, names: list[str]) -> None:
             plain, written = write_model(Path(folder, "plain"), torch.bfloat16, hidden=128), Path(folder, "written")
             model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
             config = copy.deepcopy(getattr(mtq, KINDS[name]))
+            if name.endswith("-cache"):
+                config = update_quant_cfg_with_kv_cache_quant(config, mtq.FP8_KV_CFG["quant_cfg"])
             mtq.quantize(model, config, lambda model: [model(ids) for ids in calibration().split(1)])
             export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=str(written))
             keep(written, out / name, fp8_weights(written) if name in READ else None)

@@ -34,6 +34,7 @@ class Case:
         window: int | None = None, sinks: bool = False, length: int = LENGTH, keys: int = KEYS,
     ) -> None:  # fmt: skip
         self.window, self.keys = window, keys
+        self.scales: list[torch.Tensor | None] = [None, None]
         generator = torch.Generator().manual_seed(0)
         pages = 2 * -(-length // PAGE)
         self.table = (torch.randperm(pages, generator=generator) + 1).view(2, -1).to(device)
@@ -44,7 +45,7 @@ class Case:
     def prompt(self, start: int, end: int) -> torch.Tensor:
         spans = RaggedBatch([start], [end], [1], self.table, PAGE)
         q, window = self.q[start:end], self.window or 0
-        inputs = PrefillInputs(q, None, None, self.k, self.v, spans, window, sinks=self.sinks)
+        inputs = PrefillInputs(q, None, None, self.k, self.v, spans, window, None, self.sinks, *self.scales)
         return span_attention_triton.prefill_attention(inputs, self.keys)
 
     def verify(self, start: int, rows: int, splits: int, tile: int | None = None) -> torch.Tensor:
@@ -53,8 +54,8 @@ class Case:
         lengths, slots = torch.tensor([start // 2, start], device=device), torch.tensor([0, 1], device=device)
         q = torch.cat([self.q[:rows], self.q[start : start + rows]])
         span_pass = SpanPass.decode(DecodeQueries(self.table, slots, lengths, rows, PAGE), None)
-        how = {"window": self.window, "splits": splits, "rows": tile, "keys": self.keys}
-        return span_attention_triton.attend_to_spans(q, self.k, self.v, span_pass, sinks=self.sinks, **how)[rows:]
+        how = {"window": self.window, "splits": splits, "rows": tile, "keys": self.keys, "sinks": self.sinks}
+        return span_attention_triton.attend_to_spans(q, self.k, self.v, span_pass, *self.scales, **how)[rows:]
 
 
 @pytest.mark.parametrize(("window", "sinks"), first_quick(2, [(None, False), (5, True), (200, False), (None, True)]))
@@ -74,6 +75,22 @@ def test_prompts_and_verifies_match_the_reference(
             cache[case.table[1][keys // PAGE], keys % PAGE] = torch.nan
         for splits in (1, 2):
             assert_same(case.verify(385, 16, splits), every[385:401])
+
+
+@pytest.mark.parametrize("stored", [torch.float32, FP8])
+def test_scales_of_a_cache(device: torch.device, assert_same: Callable[..., None], stored: torch.dtype) -> None:
+    case = Case(torch.float32, device, sinks=True, length=150)
+    case.k, case.v = case.k.to(stored), case.v.to(stored)
+    case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)]
+    every = case.prompt(0, 150)
+    expected = prefill_attention_ref(case.q, case.k, case.v, case.table[1], 0, 0, case.sinks, *case.scales)
+    torch.testing.assert_close(every, expected, rtol=0, atol=2e-5)
+    assert_same(case.verify(140, 3, 2), every[140:143])
+    slots = (case.table[1][:, None] * PAGE + torch.arange(PAGE, device=device)).flatten()[None]
+    end = torch.arange(141, 144, device=device)[None]
+    inputs = case.q[None, 140:143], case.k, case.v, slots, torch.zeros_like(end), end, case.sinks, None
+    on_cpu = span_attention.span_attention(*inputs, *case.scales)[0]
+    torch.testing.assert_close(on_cpu, expected[140:143], rtol=0, atol=2e-5)
 
 
 def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.device) -> None:

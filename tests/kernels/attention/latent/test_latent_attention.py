@@ -89,14 +89,21 @@ def test_tree_matches_reference(first: int, splits: int, kernel: Kernel) -> None
     compare(queries, layout("odd"), positions, kernel(queries, splits))
 
 
-@pytest.mark.parametrize("kernel", [default, spans])
+def high(queries: DecodeQueries, splits: int) -> DecodeAttention:
+    """Tiles of more query rows."""
+    return partial(latent_verify, queries, token_slots(queries), splits=splits, tile=LatentTile(64, 16, 1, 1))
+
+
+@pytest.mark.parametrize("kernel", [default, high, spans])
 def test_an_fp8_cache(kernel: Kernel) -> None:
     lengths = torch.tensor([11, 3])
     queries = DecodeQueries(page_table(), torch.tensor([2, 1]), lengths, 2, PAGE)
     positions = (lengths[:, None] + torch.arange(2)).flatten()
     heads = layout("odd")
-    heads.cos.fill_(1), heads.sin.fill_(0)  # the interpreter rounds to FP8 differently: nothing is rounded
+    heads.cos.fill_(1), heads.sin.fill_(0)  # the interpreter rounds to FP8 differently
     compare(queries, heads, positions, kernel(queries, 2), torch.float8_e4m3fn)
+    compare(queries, heads, positions, kernel(queries, 2), torch.float8_e4m3fn, scales=(0.5, 4.0))
+    compare(queries, heads, positions, kernel(queries, 1), scales=(1.3, 0.7))
 
 
 def compare(
@@ -105,18 +112,21 @@ def compare(
     positions: torch.Tensor,
     attend: DecodeAttention,
     dtype: torch.dtype = torch.float32,
+    scales: tuple[float, float] | None = None,
 ) -> None:
     """Slots of no earlier key are poisoned."""
     held = torch.zeros(PAGES + 1, PAGE, dtype=torch.bool)
     for slot, length in zip(queries.slots.tolist(), queries.lengths.tolist(), strict=True):
         key = torch.arange(length + queries.first_node)
         held[queries.page_table[slot, key // PAGE], key % PAGE] = True
-    projected, both = torch.randn(len(positions), heads.width).to(dtype).float(), caches(heads)
+    projected, both = torch.randn(len(positions), heads.width), caches(heads)
+    projected = projected if dtype == torch.float32 else (2 * projected).round() / 2  # nothing is rounded
     k, v = (cache.masked_fill(~held[..., None, None], torch.nan).to(dtype) for cache in both)
     expected_k, expected_v = (cache.float().nan_to_num(0).to(dtype) for cache in (k, v))
     reference = LatentDecodeRef(queries, heads.count, torch.float32)
-    expected = reference(AttentionInputs(projected.clone(), heads, positions, expected_k, expected_v), Mask())
-    found = attend(AttentionInputs(projected, heads, positions, k, v), Mask())
+    by = [] if scales is None else [torch.tensor([scale]) for scale in scales]
+    expected = reference(AttentionInputs(projected.clone(), heads, positions, expected_k, expected_v, *by), Mask())
+    found = attend(AttentionInputs(projected, heads, positions, k, v, *by), Mask())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     written = torch.zeros_like(held).flatten().index_fill(0, token_slots(queries), True).view_as(held)
     for cache, wanted in ((k, expected_k), (v, expected_v)):

@@ -12,94 +12,16 @@ import pytest
 import torch
 from crossed import first_quick, slow_but
 from dtypes import DTYPES
-from trees import ancestor_masks, path_of
+from verify_case import Case, tree
 
 from specbatch.kernels import gemm
 from specbatch.kernels.attention.paged_attention import attention_mask
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout
+from specbatch.kernels.attention.queries import AttentionInputs, Mask
 from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, wrap_packed_rows
 from specbatch.kernels.attention.verify.verify_attention_configs import Tile
 from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
 from specbatch.kernels.common.packed_rows import pack_rows
 from specbatch.kernels.elementwise import elementwise_triton
-from specbatch.kernels.elementwise.rope import rope_table
-
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-class Case:
-    """Random inputs of a verify; unused slots of the caches are poisoned."""
-
-    def __init__(
-        self, device: torch.device, dtype: torch.dtype, lengths: list[int], n: int, *, count: int = 4, kv: int = 2,
-        dim: int = 16, page_size: int = 4, norm: bool = True, cache: torch.dtype | None = None, seed: int = 0,
-        rows: list[int] | None = None, sinks: bool = False,
-    ) -> None:  # fmt: skip
-        torch.manual_seed(seed)
-        batch, self.n, self.dtype, self.page_size = len(lengths), n, dtype, page_size
-        self.lengths = torch.tensor(lengths, device=device)
-        self.rows = torch.tensor(rows or range(1, batch + 1), device=device)
-        width = -(-(max(lengths) + n) // page_size) + 1
-        order = torch.randperm(batch * width) + 1
-        self.table = torch.cat([torch.zeros(1, width, dtype=torch.int64), order.view(batch, width)]).to(device)
-        shape = (batch * width + 1, page_size, kv, dim)
-        old, self.new = torch.zeros(2, *shape[:2], dtype=torch.bool, device=device)  # slots filled before, and by it
-        for row, length in zip(self.rows.tolist(), lengths, strict=True):
-            index = torch.arange(length + n, device=device)
-            pages, offsets = self.table[row, index // page_size], index % page_size
-            old[pages[:length], offsets[:length]] = True
-            self.new[pages[length:], offsets[length:]] = True
-        held = old[:, :, None, None]
-        self.caches = [
-            torch.randn(shape, device=device).masked_fill(~held, torch.nan).to(cache or dtype) for _ in range(2)
-        ]
-        self.qkv = torch.randn(batch * n, (count + 2 * kv) * dim, device=device).to(dtype)
-        frequencies = 100.0 ** (-torch.arange(dim // 2) / (dim / 2))
-        cos, sin = (table.to(device, dtype) for table in rope_table(frequencies, width * page_size + 64, 1.0))
-        norms = [torch.rand(dim, device=device).to(dtype) + 0.5 for _ in range(2)] if norm else [None, None]
-        sink = 3 * torch.randn(count, device=device) if sinks else None
-        self.heads = QKVLayout(count, kv, dim, norms[0], norms[1], 1e-6, cos, sin, sinks=sink)
-
-    def inputs(self, positions: torch.Tensor, caches: list[torch.Tensor]) -> AttentionInputs:
-        return AttentionInputs(self.qkv, self.heads, positions, *caches)
-
-    def queries(self, lengths: torch.Tensor, **tree: Any) -> DecodeQueries:
-        return DecodeQueries(self.table, self.rows, lengths, self.n, self.page_size, **tree)
-
-    def check(
-        self,
-        splits: int | None = None,
-        mask: Mask = Mask(),  # noqa: B008
-        *,
-        positions: torch.Tensor | None = None,
-        ancestors: torch.Tensor | None = None,
-        first: int = 0,
-        tile: Tile | None = None,
-    ) -> torch.Tensor:
-        caches = [cache.clone() for cache in self.caches]
-        queries = self.queries(self.lengths - first, ancestors=ancestors, first_node=first)
-        if positions is None:
-            positions = (self.lengths[:, None] + torch.arange(self.n, device=self.qkv.device)).flatten()
-        group = self.heads.count // self.heads.kv
-        reference = DecodeAttentionRef(queries, group, self.dtype)
-        # The copy is last: the kernel in front of a verify must not write what it reads early.
-        inputs = self.inputs(positions, caches)._replace(projected=self.qkv.clone())
-        out = verify_attention(queries, inputs, mask, splits=splits, tile=tile)
-        wanted = [cache.to(self.dtype).nan_to_num(0).to(cache.dtype) for cache in self.caches]
-        expected = reference(self.inputs(positions, wanted), mask)
-        valid = (self.rows > 0).repeat_interleave(self.n)
-        error = (out[valid].double() - expected[valid].double()).norm() / expected[valid].double().norm()
-        assert error < TOLERANCE[self.dtype], error
-        assert out.isfinite().all()
-        # A mean of squares summed in another order can change a rounding; float32 multiply-adds may be fused.
-        near = 0.0 if self.heads.q_norm is None and self.dtype != torch.float32 else 4 * torch.finfo(self.dtype).eps
-        for written, wish, before, slack in zip(caches, wanted, self.caches, (near, 0.0), strict=True):
-            new = self.new[1:]
-            torch.testing.assert_close(written[1:].float()[new], wish[1:].float()[new], rtol=slack, atol=slack)
-            torch.testing.assert_close(
-                written[1:].float()[~new], before[1:].float()[~new], rtol=0, atol=0, equal_nan=True
-            )
-        return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,14 +53,6 @@ def test_keys_are_written_exactly_without_norm(device: torch.device) -> None:
         case = Case(device, dtype, [20, 3], 5, norm=False)
         case.check(2)
         case.check()
-
-
-def tree(batch: int, n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random parents: ancestor words [batch, n] and depths [batch, n]."""
-    parents = [[int(torch.randint(node, ())) for node in range(1, n)] for _ in range(batch)]
-    depths = [[len(path_of(row, node)) - 1 for node in range(n)] for row in parents]
-    words = torch.tensor([ancestor_masks(row) for row in parents], device=device)
-    return words, torch.tensor(depths, device=device)
 
 
 @pytest.mark.parametrize("n", slow_but([7, 64], [2, 7, 64]))
@@ -231,6 +145,44 @@ def test_fp8_cache(device: torch.device, dtype: torch.dtype, sizes: dict[str, in
     if device.type == "cpu":  # the interpreter rounds to FP8 differently than torch: use values that need no rounding
         case.qkv = case.qkv.to(torch.float8_e4m3fn).to(dtype)
         case.heads.cos.fill_(1), case.heads.sin.fill_(0)
+    case.check(2)
+
+
+@pytest.mark.parametrize("cache", [None, torch.float8_e4m3fn])
+@pytest.mark.parametrize("sizes", first_quick(1, [{"count": 6, "kv": 3, "dim": 80}, {"kv": 1, "dim": 64}]))
+def test_scales_of_a_cache(device: torch.device, cache: torch.dtype | None, sizes: dict[str, int]) -> None:
+    """Of each KV head, for keys from before and of the pass; what is too large for FP8 is saturated."""
+    case = Case(device, torch.float32, [40, 3, 0], 4, cache=cache, norm=False, sinks=True, **sizes)
+    kv, dim = case.heads.kv, case.heads.dim
+    case.scales = [2.0 ** (torch.arange(kv, device=device) + first) for first in (-2, 1)]
+    case.qkv = (2 * case.qkv).round() / 2  # nothing is rounded to FP8, which the interpreter does differently
+    case.heads.cos.fill_(1), case.heads.sin.fill_(0)
+    if cache is None:
+        case.scales = [torch.rand(kv, device=device) + 0.5 for _ in range(2)]
+    else:
+        case.qkv[1, case.heads.count * dim], case.qkv[2, -1] = -448.0, 2e4
+    case.check(2)
+
+
+@pytest.mark.parametrize("sizes", [{"count": 6, "kv": 2, "dim": 80}, {"count": 4, "kv": 4, "norm": True}])
+def test_offsets_of_keys(device: torch.device, sizes: dict[str, Any]) -> None:
+    """They are subtracted from the new keys, which are then as the old ones in the cache."""
+    case = Case(device, torch.float32, [0, 1, 37], 3, **sizes)
+    case.qkv = case.qkv.round()
+    case.heads.cos.fill_(1), case.heads.sin.fill_(0)
+    case.heads = replace(case.heads, k_offset=torch.randn(case.heads.kv, case.heads.dim, device=device) * 2)
+    case.scales = [torch.full((case.heads.kv,), 0.5, device=device), None]
+    case.check(2)
+
+
+@pytest.mark.parametrize("size", [1e-12, 3e7])
+def test_queries_of_any_size(device: torch.device, size: float) -> None:
+    """BF16 ones are multiplied in float16 with keys in FP8, which holds no such numbers."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    case = Case(device, dtype, [40, 3], 4, cache=torch.float8_e4m3fn, norm=False, kv=1, dim=64)
+    case.scales = [torch.full((1,), 1 / size, device=device), None]
+    case.qkv[:, : case.heads.count * 64] *= size
+    case.qkv[:, case.heads.count * 64 :] = 0.0
     case.check(2)
 
 
