@@ -45,9 +45,8 @@ def compare(
     queries = DecodeQueries(table, torch.arange(batch), lengths, rows, page, ancestors=ancestors, first_node=first)
     weights = (torch.randn(dim), torch.randn(dim)) if norms else (None, None)
     tables = torch.randn(2, POSITIONS, dim).unbind()
-    heads = QKVLayout(
-        kv * group, kv, dim, *weights, 1e-5, *tables, window, torch.randn(kv * group) if sinks else None, shared
-    )
+    added = torch.randn(kv * group) if sinks else None
+    heads = QKVLayout(kv * group, kv, dim, *weights, 1e-5, *tables, window, sinks=added, shared=shared)
     qkv = torch.randn(batch * rows, (kv * group + 2 * heads.own_kv) * dim)
     positions, caches = torch.randint(0, POSITIONS, (len(qkv),)), torch.randn(2, batch * pages + 1, page, kv, dim)
     copies = caches.clone()
@@ -89,10 +88,12 @@ def test_masks_and_layouts(case: dict[str, Any]) -> None:
 
 
 def test_other_layers_go_to_the_reference() -> None:
-    """Heads that are no multiple of 32, and activations of 16 bits."""
+    """Heads that are no multiple of 32, activations of 16 bits, and keys with an offset."""
     queries = DecodeQueries(torch.ones(1, 1, dtype=torch.int64), torch.tensor([0]), torch.tensor([3]), 1, 16)
-    for dim, dtype in ((48, torch.float32), (64, torch.bfloat16)):
-        heads = QKVLayout(2, 1, dim, None, None, 1e-5, *torch.randn(2, 9, dim).to(dtype).unbind())
+    for dim, dtype, offset in ((48, torch.float32, None), (64, torch.bfloat16, None), (64, torch.float32, 3.0)):
+        tables = torch.randn(2, 9, dim).to(dtype).unbind()
+        added = None if offset is None else torch.full((1, dim), offset)
+        heads = QKVLayout(2, 1, dim, None, None, 1e-5, *tables, k_offset=added)
         qkv, positions = torch.randn(1, 4 * dim).to(dtype), torch.tensor([3])
         caches = torch.randn(2, 2, 16, 1, dim).to(dtype)
         inputs = AttentionInputs(qkv, heads, positions, *caches.clone())
