@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch import weights
 from specbatch.config.engine_config import EngineConfig
 from specbatch.engine.interface import Events, InferenceEngine
-from specbatch.engine.requests.open_requests import StreamEvent
+from specbatch.engine.requests.open_requests import Detail, StreamEvent
 from specbatch.engine.requests.prompt_reader import PromptReader
 from specbatch.engine.requests.submissions import Source
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, checked_pairs
@@ -137,7 +137,7 @@ class DataParallelEngine(InferenceEngine):
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _work(self, source: Source, concurrency: int, text: bool) -> Events:
+    def _work(self, source: Source, concurrency: int, detail: Detail) -> Events:
         with self._state_lock:
             self._require("ready")
             self._state = "busy"
@@ -156,7 +156,7 @@ class DataParallelEngine(InferenceEngine):
                 by_clock = source.is_open and stream.unfinished < concurrency
                 for done, arrived in stream.receive(ARRIVAL_S if by_clock else ABORT_S):
                     self._window.complete_request(done, arrived)
-                    shown = done.text if text else ""
+                    shown = done.text if detail == "text" else ""
                     yield StreamEvent(done.index, done.token_ids, done, shown, done.sample, done.request_id)
                 self._require("busy")
             completed = True

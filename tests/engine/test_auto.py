@@ -169,20 +169,21 @@ class FakeClock(StepTimer):
     now = 0.0
     cost: Callable[[int, int], float] = staticmethod(lambda rows, drafts: 1.0 + 0.1 * drafts)
 
-    def __init__(self) -> None:
+    def __init__(self, is_prefill: bool) -> None:
+        self.is_prefill = is_prefill
         self._previous: Any = None
         self._start = self.now
 
     @classmethod
-    def begin(cls, device: torch.device) -> StepTimer:
-        return cls()
+    def begin(cls, device: torch.device, *, is_prefill: bool = False) -> StepTimer:
+        return cls(is_prefill)
 
     def end(self, previous: StepTimer | None) -> None:
         self._previous = previous
         self._took = self.now - self._start
 
     def seconds(self) -> tuple[float, float | None]:
-        return self._took, 0.0 if self.follows else None
+        return self._took, None if self._previous is None else 0.0
 
 
 @pytest.fixture

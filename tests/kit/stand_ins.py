@@ -99,20 +99,21 @@ def planned_draft_lengths(patch: pytest.MonkeyPatch, plan: list[int], after: int
 
 
 class OneSecond(StepTimer):
-    """A decode step takes one second and follows the previous one after half a second."""
+    """A decode step or prefill pass takes one second and follows the previous one after half a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_prefill: bool) -> None:
+        self.is_prefill = is_prefill
         self._previous: StepTimer | None = None
 
     @classmethod
-    def begin(cls, device: torch.device) -> StepTimer:
-        return cls()
+    def begin(cls, device: torch.device, *, is_prefill: bool = False) -> StepTimer:
+        return cls(is_prefill)
 
     def end(self, previous: StepTimer | None) -> None:
         self._previous = previous
 
     def seconds(self) -> tuple[float, float | None]:
-        return 1.0, 0.5 if self.follows else None
+        return 1.0, None if self._previous is None else 0.5
 
 
 def timed_by(patch: pytest.MonkeyPatch, timer: type[StepTimer] = OneSecond) -> None:
