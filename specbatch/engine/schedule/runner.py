@@ -127,9 +127,9 @@ class Runner:
         plan = self.scheduler.plan_prefill(start)
         if plan is None:
             return None
+        timer = StepTimer.begin(self._worker.batch.device, is_prefill=True)
         tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
         self.launch = Launch(tokens, prefills=True)
-        timer = StepTimer.begin(self._worker.batch.device, is_prefill=True)
         for place, automaton in self.scheduler.grammars.take_new():
             self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:

@@ -427,7 +427,7 @@ class Scheduler:
     def retract_all(self) -> int:
         """Take the memory of all running requests, and that of cached prefixes: a pass has failed, so that pages may
         hold anything. They wait in their order. Returns how many."""
-        running = sorted([*self._running, *self._prefilling], key=lambda item: (item.index, item.sample), reverse=True)
+        running = sorted((*self._running, *self._prefilling), key=lambda item: (item.index, item.sample), reverse=True)
         for request in running:
             self._retract(request)
         self.forget_prefixes()
