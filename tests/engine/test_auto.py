@@ -17,6 +17,7 @@ from specbatch import Engine, SamplingParams
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.core.async_copy import StepTimer
+from specbatch.core.sampling import SamplingFlags
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.drafters.draft_model import DraftModelChain
 from specbatch.drafters.feature_head import FeatureChain
@@ -352,6 +353,18 @@ def test_lengths_are_logged_and_each_has_its_graphs(toy_engine: Callable[..., En
     assert fixed.parts.worker.graphs is not None
     assert fixed.parts.worker.graphs.recorded == 4
     assert fixed.record().counters["draft_lengths"] == {}
+
+
+def test_lengths_between_powers_of_two_are_recorded_when_they_are_chosen(toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine(speculation=auto("block"), graphs=Graphs(decode="whole"), max_running=30)
+    graphs = engine.parts.worker.graphs
+    assert graphs is not None
+    every, lengths = 7, 4  # 1, 2, 4, 8, 16, 24, 30
+    assert graphs.recorded >= (every - 1) * lengths + 1
+    assert (24, 0, None, SamplingFlags(), False) in graphs._graphs
+    assert (24, 4, None, SamplingFlags(), False) not in graphs._graphs
+    engine.generate([[3 + index % 20, 4] for index in range(23)], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert engine.record().counters["graphs"]["decode"]["fallbacks"] == {}
 
 
 def test_the_memory_plan_includes_the_graphs_of_all_lengths() -> None:
