@@ -351,7 +351,7 @@ def test_an_fp8_kv_cache(toy: Any, toy_engine: Callable[..., Any]) -> None:
     plain, small = (
         toy_engine(device="cuda", dtype="float32", kv_dtype=kind, graphs=GRAPHS["graphs"]) for kind in ("auto", "fp8")
     )
-    assert small.caps["kv_dtype"] == "float8_e4m3fn"
+    assert (small.caps["kv_dtype"], small.caps["kv_scales"]) == ("float8_e4m3fn", "computed")
     assert small.caps["kv_bytes"] * 4 == plain.caps["kv_bytes"]
     done = small.generate(prompts, SamplingParams(max_new_tokens=10, ignore_eos=True))
     same = sum(item.token_ids[0] == toy.greedy(tuple(prompt))[0] for item, prompt in zip(done, prompts, strict=True))

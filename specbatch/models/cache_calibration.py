@@ -16,12 +16,13 @@ from specbatch.kernels.attention.qkv import split_latent_ref, split_qkv_ref
 from specbatch.kernels.attention.queries import LatentLayout, QKVLayout
 from specbatch.kernels.common.block_sizes import FP8_MAX
 from specbatch.kernels.elementwise.rope import apply_rope_ref
-from specbatch.models.decoder import Decoder
+from specbatch.models.decoder import Decoder, rope_tables
 from specbatch.models.full_forward import UncachedContext
-from specbatch.models.layers.blocks import Attention
+from specbatch.models.rope import Rope
 
 TOKENS = 512
 _STRIDE = 2654435761  # prime, so that the tokens are spread over any vocabulary
+_POSITIONS = 32768  # over which offsets are means, at most
 _ROOM = 2.0  # other texts may have larger keys and values than the tokens here
 
 
@@ -35,11 +36,10 @@ class CacheCalibration(NamedTuple):
 
 @torch.inference_mode()
 def calibrate_cache(model: Decoder) -> CacheCalibration:
-    """Runs one pass over fixed tokens, so the result depends on the model alone, and on how many positions it has."""
-    heads = next(layer.mixer.heads for layer in model.layers if isinstance(layer.mixer, Attention))
-    positions = torch.arange(min(TOKENS, len(heads.cos)), device=model.device)
-    context = _Statistics(model, 1, len(positions))
-    model.forward(positions * _STRIDE % model.config.vocab_size, positions, context)
+    """Runs one pass over fixed tokens: the result depends on the model alone, and on no setting of an engine."""
+    view, positions = model.with_positions(TOKENS, model.config), torch.arange(TOKENS, device=model.device)
+    context = _Statistics(view, 1, TOKENS)
+    view.forward(positions * _STRIDE % model.config.vocab_size, positions, context)
     k, v = (torch.stack(largest) for largest in zip(*(context.largest[i] for i in range(model.kv_layers)), strict=True))
     return CacheCalibration(_scale(k), _scale(v), context.offsets)
 
@@ -56,6 +56,8 @@ class _Statistics(UncachedContext):
         super().__init__(model, rows, length)
         self.largest: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.offsets: dict[int, torch.Tensor] = {}
+        self._config, self._device = model.config, model.device
+        self._means: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, positions: torch.Tensor) -> torch.Tensor:
         if isinstance(heads, LatentLayout):
@@ -66,12 +68,20 @@ class _Statistics(UncachedContext):
             k = qk[:, heads.count :].float()
             offset = k.new_zeros(k.shape[1:])
             if heads.sinks is None:  # a sink has a score of its own
-                # Keys' mean over tokens, and then over all positions: parts that rope turns many times have none.
-                tables = (table.float().mean(0, keepdim=True) for table in (heads.cos, heads.sin))
-                self.offsets[layer] = offset = apply_rope_ref(k.mean(0), *tables)
+                # Keys' mean over tokens, and then over positions: parts that rope turns many times have none.
+                self.offsets[layer] = offset = apply_rope_ref(k.mean(0), *self._mean_tables(layer))
             turned = k.unflatten(-1, (2, -1)).norm(dim=-2)  # of each pair that rope turns, at any position
             self.largest[layer] = _largest(turned) + _largest(offset[None]), _largest(v)
         return super().attend(layer, qkv, heads, positions)
+
+    def _mean_tables(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [1, dim] of rope, averaged over positions."""
+        config, count = self._config, min(self._config.max_position, _POSITIONS)
+        rope = config.rope_of(config.kv_layers[layer])
+        if rope not in self._means:
+            cos, sin = rope_tables(config, count, torch.float32, self._device, rope)
+            self._means[rope] = cos.mean(0, keepdim=True), sin.mean(0, keepdim=True)
+        return self._means[rope]
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:

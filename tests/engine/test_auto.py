@@ -169,20 +169,21 @@ class FakeClock(StepTimer):
     now = 0.0
     cost: Callable[[int, int], float] = staticmethod(lambda rows, drafts: 1.0 + 0.1 * drafts)
 
-    def __init__(self) -> None:
+    def __init__(self, is_prefill: bool) -> None:
+        self.is_prefill = is_prefill
         self._previous: Any = None
         self._start = self.now
 
     @classmethod
-    def begin(cls, device: torch.device) -> StepTimer:
-        return cls()
+    def begin(cls, device: torch.device, *, is_prefill: bool = False) -> StepTimer:
+        return cls(is_prefill)
 
     def end(self, previous: StepTimer | None) -> None:
         self._previous = previous
         self._took = self.now - self._start
 
     def seconds(self) -> tuple[float, float | None]:
-        return self._took, 0.0 if self.follows else None
+        return self._took, None if self._previous is None else 0.0
 
 
 @pytest.fixture
@@ -342,14 +343,14 @@ def test_lengths_are_logged_and_each_has_its_graphs(toy_engine: Callable[..., En
     assert "draft tokens: auto, one of 0, 1, 2, 4" in lines  # the draft's blocks are of 5
     assert any("up to 4 drafted" in line for line in lines)
     layers = engine.model_config.num_layers
-    assert seen[-1] == (layers + 12, layers + 12)
+    assert seen[-1] == (layers + 3, layers + 3)
     assert engine.parts.worker.graphs is not None
-    assert len(engine.parts.worker.graphs) == 12
+    assert engine.parts.worker.graphs.recorded == 12
     assert engine.record().counters["draft_lengths"] == {}
     fixed = toy_engine(speculation=replace(auto("block"), draft_tokens=None), graphs=Graphs(decode="whole"))
     assert "draft_length_s" not in fixed.caps
     assert fixed.parts.worker.graphs is not None
-    assert len(fixed.parts.worker.graphs) == 4
+    assert fixed.parts.worker.graphs.recorded == 4
     assert fixed.record().counters["draft_lengths"] == {}
 
 

@@ -39,7 +39,7 @@ class Text:
 
 class Company:
     """A tiny target whose texts are computed together. state: the type of matrix states; trees: verify some;
-    calibrated: keys and values are stored as an engine with an FP8 KV cache stores them."""
+    calibrated: keys and values are stored as in the FP8 KV cache of an engine (None: if they are in FP8)."""
 
     def __init__(
         self,
@@ -50,13 +50,14 @@ class Company:
         kv_dtype: torch.dtype | None = None,
         trees: bool = True,
         attention: PrefillAttention | None = None,
-        calibrated: bool = False,
+        calibrated: bool | None = None,
     ) -> None:
         found = TargetCheckpoint(target) if isinstance(target, str) else target
         self._config, self._dtype, self._state = found.config, dtype, state
         self._device, self._kv_dtype, self._trees = device, kv_dtype or dtype, trees
         self._attention = attention or prefill_backend("auto", device)
         self._model = Decoder(found.config, found.tensor, dtype=dtype, device=device, max_positions=1024)
+        calibrated = self._kv_dtype != dtype if calibrated is None else calibrated
         self.calibration = calibrate_cache(self._model) if calibrated else None
         if self.calibration is not None:
             self._model = self._model.with_k_offsets(self.calibration.k_offsets)

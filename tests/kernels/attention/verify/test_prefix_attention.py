@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from verify_case import Case, tree
 from specbatch.kernels.attention.queries import Mask, SharedPrefixes
 from specbatch.kernels.attention.verify import verify_attention_triton
 from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile, prefix_bytes
+from specbatch.kernels.attention.verify.prefix_attention_triton import divide
 from specbatch.kernels.attention.verify.verify_attention import DecodeAttentionRef, wrap_packed_rows
 from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
 from specbatch.kernels.common.packed_rows import pack_rows
@@ -87,6 +89,45 @@ def test_items_are_divided_among_few_programs(
     case = Case(device, torch.float32, [151, 70, 150, 180, 80, 70, 30, 3], 7, page_size=2)
     share(case, groups)
     case.check(1, prefix_tile=SMALL)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_work_is_divided_without_gaps(device: torch.device, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Every tile of every group has all keys, once and in order; no split is empty, and there is room for all."""
+    random = Random(seed)
+    processors = random.randint(2, 40)
+    monkeypatch.setattr(
+        "specbatch.kernels.attention.verify.prefix_attention_configs.multiprocessors", lambda _: processors
+    )
+    lengths, n = [5000] * 12, random.choice([1, 3, 16])
+    case = Case(device, torch.float32, lengths, n, page_size=10, kv=1)
+    order, groups = random.sample(range(12), 12), []
+    while len(order) > 1 and len(groups) < 4:
+        count = random.randint(2, min(6, len(order)))
+        groups.append((order[:count], 10 * random.randint(1, 499)))
+        order = order[count:]
+    share(case, groups)
+    queries = case.queries(case.lengths)
+    launch = PrefixLaunch.of(queries, case.inputs(case.lengths, case.caches), PrefixTile(16, 64, 4, 1))
+    work = divide(queries, case.heads, launch)
+    items, places = work.items[: int(work.count)].tolist(), work.places.tolist()
+    assert len(items) * 16 <= launch.lines
+    own, line, expected = n * 4, 0, []
+    assert case.prefixes is not None
+    for first, count, keys in case.prefixes.groups.T.tolist():
+        if not count:
+            continue
+        tiles = -(-count * own // 16)
+        found = [item for item in items if item[:2] == [first, count]]
+        bounds = [item[3:] for item in found[::tiles]]
+        assert [low for low, _ in bounds] == [0, *(high for _, high in bounds[:-1])]
+        assert all(low < high for low, high in bounds)
+        assert bounds[-1][1] == keys
+        expected += [[first, count, tile, low, high] for low, high in bounds for tile in range(tiles)]
+        for place, member in enumerate(case.prefixes.members[first : first + count].tolist()):
+            assert places[member] == [line + place * own, tiles * 16, len(bounds)]
+        line += len(found) * 16
+    assert items == expected
 
 
 @pytest.mark.parametrize("first", slow_but([6], [0, 6]))
