@@ -54,11 +54,13 @@ class Requests(NamedTuple):
     contexts  tokens of each
     missing   of these, tokens that the drafter has to catch up with before the request drafts
     left      tokens that it is expected to generate yet, at least 1
+    shared    of all contexts together, tokens that attention need not read, because requests share them
     """
 
     contexts: Sequence[int]
     missing: Sequence[int]
     left: Sequence[int]
+    shared: int = 0
 
 
 class Choice(NamedTuple):
@@ -137,7 +139,7 @@ class DraftLength:
         if not self.is_auto:
             return Choice(self._most)
         requests = describe()
-        cached, bucket = sum(requests.contexts), self.bucket(rows)
+        cached, bucket = max(sum(requests.contexts) - requests.shared, 0), self.bucket(rows)
         options = self._options(requests, rows, cached)
         best = max(options.values(), key=lambda option: option.speed)
         current = options.get(self._current.get(bucket, best.form), best)

@@ -240,7 +240,8 @@ class Runner:
     def _describe(self, scheduled: Sequence[ScheduledRequest]) -> Requests:
         requests = [item.request for item in scheduled]
         missing = [self.scheduler.lacking(request) for request in requests] if self._lags else [0] * len(requests)
-        return Requests([request.committed for request in requests], missing, list(map(_left, requests)))
+        shared = 0 if self._sharing is None else self._sharing.saved  # of the step before, which had nearly the same
+        return Requests([request.committed for request in requests], missing, list(map(_left, requests)), shared)
 
     def _prepare_draft(self, requests: Sequence[ScheduledRequest], drafting: int, choice: Choice, bound: int) -> bool:
         """Prepare the drafter for what the first requests draft. True if anything was launched."""
