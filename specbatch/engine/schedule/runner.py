@@ -168,7 +168,7 @@ class Runner:
         requests, drafting = _drafting_first(plan.requests, choice)
         slots = [item.slot for item in requests]
         self._share_prefixes(slots)
-        if self._prepare_draft(requests, drafting, choice.num_drafts, plan.bound):
+        if self._prepare_draft(requests, drafting, choice, plan.bound):
             self._last_timer = None  # the gap before this step is not idle time
         begun = time.perf_counter()
         timer, late = StepTimer.begin(self._worker.batch.device), self._worker.decode_counters.recorded_late
@@ -267,20 +267,24 @@ class Runner:
     def _describe(self, scheduled: Sequence[ScheduledRequest]) -> Requests:
         requests = [item.request for item in scheduled]
         missing = [self.scheduler.lacking(request) for request in requests] if self._lags else [0] * len(requests)
-        return Requests([request.committed for request in requests], missing, list(map(_left, requests)))
+        shared = 0 if self._sharing is None else self._sharing.saved  # of the step before, which had nearly the same
+        return Requests([request.committed for request in requests], missing, list(map(_left, requests)), shared)
 
-    def _prepare_draft(self, requests: Sequence[ScheduledRequest], drafting: int, num_drafts: int, bound: int) -> bool:
+    def _prepare_draft(self, requests: Sequence[ScheduledRequest], drafting: int, choice: Choice, bound: int) -> bool:
         """Prepare the drafter for what the first requests draft. True if anything was launched."""
-        members = requests[:drafting] if self._lags else requests
+        num_drafts, members = choice.num_drafts, requests
         if self._lags:
+            members = requests[:drafting]
             self.scheduler.draft_idles(requests[drafting:])
             if not members:
                 return False
         fewer, self._num_drafts = num_drafts < self._num_drafts, num_drafts
-        chunks = self.scheduler.plan_catch_up(members, self._own) if self._lags else []
         if fewer:
             padding = self._draft_length.bucket(len(members)) - len(members)
             self._worker.shorten([*(item.slot for item in members), *[0] * padding], num_drafts, bound)
+        if not self._lags or choice.timing:
+            return fewer
+        chunks = self.scheduler.plan_catch_up(members, self._own)
         if chunks:
             self._worker.catch_up(
                 [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks]
