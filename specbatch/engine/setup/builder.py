@@ -42,7 +42,7 @@ from specbatch.models.decoder import Decoder
 from specbatch.progress.bars import Report, Stages
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, recorded_tokens
 from specbatch.runtime.device import type_name
-from specbatch.runtime.loader import Loader, quantization_lines, quantizes_activations
+from specbatch.runtime.loader import Loader, grouped_line, kept_groups, quantization_lines, quantizes_activations
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights import Log
 
@@ -192,6 +192,8 @@ def _load(
     model = model.with_aux(draft.aux)
     models, loads = (target.config, draft.config), (shared is None, draft.weights is not None)
     fp8 = quantizes_activations(config.fp8_activations, dtype, device, *models, at_load=to_fp8)
+    if shared is None and (line := grouped_line(target, device, kept_groups(target, device, ranks))) is not None:
+        log(line)
     for line in quantization_lines(model, draft.config, loads=loads, quantizes=fp8, draft_to_fp8=to_fp8):
         log(line)
     needs_all_hidden = draft.needs_all_hidden

@@ -24,7 +24,7 @@ from specbatch.models.decoder import token_bytes
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.partition import rows_per_rank
 from specbatch.runtime.cuda_graphs import graph_bytes, recorded_tokens
-from specbatch.runtime.loader import dequantized_bytes, saved_by_fp8, weight_bytes
+from specbatch.runtime.loader import dequantized_bytes, kept_groups, saved_by_fp8, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 
 
@@ -33,7 +33,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """How an engine would use the memory that is free now, of each rank what the rank with the least has. Refuses what
     does not fit."""
-    config, device, _, model, dtype, _, draft, corpus = prepared
+    config, device, target, model, dtype, _, draft, corpus = prepared
     kv_dtype, may_share = kv_dtype_of(config, dtype), shares_prefixes(prepared)
 
     def of_graphs(running: int, chunk: int) -> int:
@@ -59,7 +59,9 @@ def memory_plan(
         free=available_memory(device) if ranks is None else _least_memory(device, ranks),
         on_cpu=device.type == "cpu",
         model_len=min(model.max_position, draft.config.max_position),
-        weights=0 if is_shared and share.index == 0 else weight_bytes(model, dtype, device),
+        weights=0
+        if is_shared and share.index == 0
+        else weight_bytes(model, dtype, device, kept_groups(target, device, ranks)),
         draft_weights=_draft_bytes(draft, dtype, device, to_fp8=config.speculation.quantizes_draft),
         page_bytes=target_page + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         target_page_bytes=target_page,
