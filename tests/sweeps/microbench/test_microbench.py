@@ -15,7 +15,9 @@ from specbatch.sweeps.microbench import runner
 from specbatch.sweeps.microbench.__main__ import app
 from specbatch.sweeps.microbench.runner import Case, Table
 
-ON_A_CPU = {"acceptance", "cpu-decode", "cpu-gemm", "host-step", "http-client", "job-memory", "state-sizes"}
+ON_A_CPU = {
+    "acceptance", "cache-accuracy", "cpu-decode", "cpu-gemm", "host-step", "http-client", "job-memory", "state-sizes",
+}  # fmt: skip
 KERNELS = sorted({str(command.name) for command in app.registered_commands} - ON_A_CPU)
 
 
