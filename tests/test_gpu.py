@@ -323,17 +323,17 @@ def test_attention_backends_give_the_same_tokens(toy: Any, toy_engine: Callable[
 
 @pytest.mark.parametrize("graphs", GRAPHS)
 def test_attention_backends_agree_in_bfloat16(tmp_path: Path, graphs: str) -> None:
-    """Whole prompts and chunks after a prefix, of a model with heads that the kernel for Hopper has."""
+    """Prompts and chunks after a prefix, short and long, of a model with heads that the kernel for Hopper has."""
     described = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 320,
-        "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(described))
-    prompts = [[3 + (index * index + index // 7) % 300 for index in range(n)] for n in (1, 16, 199, 200, 201, 650)]
+    prompts = [[3 + (index * index + index // 7) % 300 for index in range(n)] for n in (1, 900, 2400, 2401, 3000)]
     found: dict[str, torch.Tensor] = {}
     for backend in ("triton", "auto"):
-        settings = {"dtype": "bfloat16", "prefill_chunk": 200, "max_model_len": 700, "attention_backend": backend}
+        settings = {"dtype": "bfloat16", "prefill_chunk": 2400, "max_model_len": 3100, "attention_backend": backend}
         config = EngineConfig(
             str(tmp_path), load_format="dummy", device="cuda", prefix_cache=False, graphs=GRAPHS[graphs], **settings
         )

@@ -234,7 +234,8 @@ class WholeGraphs:
 
     Greedy steps in which all requests draft are recorded before work begins, and those in which the fewest do; others
     when they are first asked for. So are those that share prefixes, but for the largest batch, which decides how much
-    memory they take: few jobs need them, and each takes about 30 ms. Their kernels are compiled before.
+    memory they take, and where the number of drafts is chosen as the engine runs, all but the smallest number at
+    batches that are no power of two: few jobs need them, and each takes about 30 ms. Their kernels are compiled before.
     """
 
     def __init__(
@@ -295,7 +296,10 @@ class WholeGraphs:
         yield from self.recorder.record_each(self._buckets, self._capture_kinds, self._graphs.clear, self.left_out)
 
     def _capture_kinds(self, bucket: int) -> None:
-        for num_drafts, drafting in reversed(self._kinds[bucket]):
+        kinds = self._kinds[bucket]
+        if bucket & (bucket - 1) and bucket < self._buckets[-1] and not is_rehearsing():
+            kinds = kinds[:1]
+        for num_drafts, drafting in reversed(kinds):
             if self._may_share and (is_rehearsing() or bucket == self._buckets[-1]):
                 self._capture(bucket, num_drafts, drafting, SamplingFlags(), shares=True)
             self._capture(bucket, num_drafts, drafting, SamplingFlags())

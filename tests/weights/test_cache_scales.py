@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from quantized_models import E2B, LLAMA, NEXT, write
+from quantized_models import E2B, LLAMA, NEXT, change, write
 from quantized_weights import FORMATS
 from safetensors.torch import load_file, save_file
+from targets import TargetCheckpoint
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.engine.setup.prepare import choose_kv_dtype
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.models.formats.cache_scales import cache_type
-from specbatch.weights import open_checkpoint
+from specbatch.weights import Checkpoint, open_checkpoint
 from specbatch.weights.cache_scales import CacheScales, read_cache_scales
 
 SELF = "model.layers.{}.self_attn"
@@ -123,6 +125,19 @@ def test_layers_without_a_cache_of_their_own_need_no_scales(tmp_path: Path) -> N
         assert len(found.k) == (1 if name == "next" else 2)
 
 
+def test_latents_have_one_scale_that_of_keys() -> None:
+    """As in vLLM; scales of values, which are no part of the cache, are not needed."""
+    names = [SELF.format(layer) + ".k_scale" for layer in range(4)]
+    files = SimpleNamespace(
+        config=TargetCheckpoint("deepseek-v2").config,
+        cache=dict.fromkeys([*names, SELF.format(0) + ".v_scale"], ()),
+        tensor=lambda name: torch.tensor(0.25 if name.endswith("k_scale") else 9.0),
+    )
+    found = read_cache_scales(cast(Checkpoint, files))
+    assert found is not None
+    assert (found.k.tolist(), found.v.tolist()) == ([[0.25]] * 4, [[0.25]] * 4)
+
+
 def test_config_of_an_fp8_cache() -> None:
     quark = {"*k_proj": {"output_tensors": {"dtype": "fp8_e4m3"}}}
     for fp8 in (
@@ -160,6 +175,10 @@ def test_auto_follows_the_checkpoint_on_a_gpu(tmp_path: Path) -> None:
         return choose_kv_dtype(EngineConfig(model="x", kv_dtype=kv_dtype), checkpoint, device, lines.append)
 
     assert (chosen("auto"), chosen("fp8"), lines) == ("fp8", "fp8", [])
+    change(tmp_path, SELF.format(1) + ".v_scale", torch.tensor(torch.nan))
+    checkpoint = open_checkpoint(str(tmp_path))
+    with pytest.raises(SpecbatchError, match=r"v_scale.*its value is nan"):  # before anything is loaded
+        chosen("auto")
     assert (chosen("model"), chosen("auto", torch.device("cpu"))) == ("model", "auto")
     assert len(lines) == 2
     assert all(re.match("KV cache: in the model's dtype; the checkpoint was made for FP8", line) for line in lines)

@@ -129,10 +129,11 @@ def _lines(at, offset, pages, end, KEYS: gl.constexpr, PAGE: gl.constexpr, COPY:
     lines = ()
     for j in gl.static_range(KEYS // COPY):
         if PAGE == 0:
-            lines += (offset.to(gl.int32) + at + j * COPY,)
+            lines += (offset.to(gl.int32) + at + j * COPY,)  # type: ignore[assignment]
         else:  # after the end, the last ones again
             key = gl.minimum(at + j * COPY, end - 1)
-            lines += (gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // COPY * COPY,)
+            line = gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // COPY * COPY
+            lines += (line,)  # type: ignore[assignment]
     return lines
 
 

@@ -50,13 +50,13 @@ class PrefixWork(NamedTuple):
     items   int32 [most, 5]: a tile of rows and a split of keys each: the first member of the group, how many there are,
             the number of the tile, the first key and the end of the keys. Item i has lines i * block_m to (i + 1) *
             block_m of the partial results of a KV head
-    count   int32 [1]: items
+    end     int32 [1]: how many items there are
     places  int32 [B, 3]: for sequences with a prefix, the line of their first row (the rows of a sequence are token by
             token, and query head by query head), how many lines later the next split is, and the number of splits
     """
 
     items: torch.Tensor
-    count: torch.Tensor
+    end: torch.Tensor
     places: torch.Tensor
 
 
@@ -77,7 +77,8 @@ class PrefixLaunch:
         assert prefixes is not None
         width, source = 2 * tile_side(heads.dim // 2), "slots"
         is_half = cache.dtype == dtype and dtype != torch.float32
-        if tile is None and is_half and cache.shape[1] % 8 == 0 and _has_gluon(cache.device):
+        has_scales = inputs.k_scale is not None or inputs.v_scale is not None
+        if tile is None and is_half and not has_scales and cache.shape[1] % 8 == 0 and _has_gluon(cache.device):
             tile = GLUON_TILES.get(heads.dim)
         if heads.dim == width and is_half and _has_bulk_copies(cache.device):
             step = (tile or prefix_tile(dtype, width, "pages")).block_n

@@ -41,7 +41,8 @@ def _lines(at, pages, end, KEYS: gl.constexpr, PAGE: gl.constexpr, COPY: gl.cons
     lines = ()
     for j in gl.static_range(KEYS // COPY):
         key = gl.minimum(at + j * COPY, end - 1)
-        lines += (gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // COPY * COPY,)
+        line = gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // COPY * COPY
+        lines += (line,)  # type: ignore[assignment]
     return lines
 
 
@@ -269,7 +270,7 @@ def prefix_attention(
     prefix_attention_kernel[(heads.kv, launch.programs)](
         qkv, keys, values, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts, None if queries.ancestors is None else positions,
-        prefixes.members, work.items, work.count, heads.q_norm, heads.cos, heads.sin, outputs, sums,
+        prefixes.members, work.items, work.end, heads.q_norm, heads.cos, heads.sin, outputs, sums,
         queries.num_queries, queries.first_node, queries.page_table.shape[1], launch.lines, heads.eps,
         heads.dim**-0.5 * 1.4426950408889634,
         GROUP=heads.count // heads.kv, KV=heads.kv, DIM=heads.dim, PAGE=size, COPY=rows, KEYS=tile.block_n,

@@ -274,7 +274,7 @@ def prefix_attention(
     prefix_attention_kernel[(heads.kv, launch.programs)](
         qkv, keys, values, k_scale, v_scale, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts, None if queries.ancestors is None else positions,
-        prefixes.members, work.items, work.count, heads.q_norm, heads.cos, heads.sin, outputs, sums,
+        prefixes.members, work.items, work.end, heads.q_norm, heads.cos, heads.sin, outputs, sums,
         queries.num_queries, queries.first_node, queries.page_table.shape[1], launch.lines, heads.eps,
         heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=heads.count // heads.kv, DIM=heads.dim, HALF=half, PAGE=queries.page_size,

@@ -135,5 +135,18 @@ def test_fp8_caches(
         case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)]
     modules = {"gluon": prefill_attention_gluon, "triton": prefill_attention_triton}
     seen = {name: watch(module, "prefill_attention", before=lambda *_: 1) for name, module in modules.items()}
-    case.check(GluonPrefill()(case.inputs(own=own)))
+    case.check(GluonPrefill(0)(case.inputs(own=own)))
     assert {name: len(calls) for name, calls in seen.items()} == {"gluon": 0, "triton": 0} | {kernel: 1}
+
+
+def test_many_short_prompts_are_for_triton(device: torch.device, dtype: torch.dtype, watch: Watch) -> None:
+    modules = prefill_attention_gluon, prefill_attention_triton
+    gluon, triton = (watch(module, "prefill_attention", before=lambda *_: 1) for module in modules)
+    for spans, keys in (([(0, 60), (0, 20)], 25.5), ([(40, 60)], 50.5)):
+        case = Case(device, dtype, spans, (4, 2, 64))
+        assert case.layout.keys_per_query == keys
+        case.check(GluonPrefill(40)(case.inputs()))
+    assert (len(gluon), len(triton)) == (1, 1)
+    table = torch.zeros(1, 8, dtype=torch.int64, device=device)
+    whole = [StaticRaggedBatch(64, 2, table, 16, fresh=fresh).keys_per_query for fresh in (True, False)]
+    assert whole == [32, 64]

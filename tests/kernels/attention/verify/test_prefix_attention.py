@@ -110,7 +110,7 @@ def test_work_is_divided_without_gaps(device: torch.device, monkeypatch: pytest.
     queries = case.queries(case.lengths)
     launch = PrefixLaunch.of(queries, case.inputs(case.lengths, case.caches), PrefixTile(16, 64, 4, 1))
     work = divide(queries, case.heads, launch)
-    items, places = work.items[: int(work.count)].tolist(), work.places.tolist()
+    items, places = work.items[: int(work.end)].tolist(), work.places.tolist()
     assert len(items) * 16 <= launch.lines
     own, line, expected = n * 4, 0, []
     assert case.prefixes is not None
