@@ -161,7 +161,7 @@ class Runner:
         choice = self._draft_length.choose(len(plan.requests), lambda: self._describe(plan.requests))
         requests, drafting = _drafting_first(plan.requests, choice)
         slots = [item.slot for item in requests]
-        self._share_prefixes(slots)
+        self._share_prefixes(slots, choice.num_drafts)
         if self._prepare_draft(requests, drafting, choice, plan.bound):
             self._last_timer = None  # the gap before this step is not idle time
         begun = time.perf_counter()
@@ -237,9 +237,9 @@ class Runner:
                 assert chunk.request.prompt_logprobs is not None
                 chunk.request.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + count] = found
 
-    def _share_prefixes(self, slots: list[int]) -> None:
+    def _share_prefixes(self, slots: list[int], num_drafts: int) -> None:
         """Tell the worker what the requests of a step in these slots share, if it has changed."""
-        found = self.scheduler.shared_prefixes(slots)
+        found = self.scheduler.shared_prefixes(slots, num_drafts)
         if found is not self._sharing:
             self._worker.share_prefixes(found)
             self._sharing = found
