@@ -68,7 +68,9 @@ def grouped_line(checkpoint: Checkpoint, device: torch.device, kept: GroupedSour
         return None
     if kept is None:
         return f"quantized weights of {checkpoint.name}: dequantized" + (f", as {why}" if (why := missing()) else "")
-    return f"quantized weights of {checkpoint.name}: {len(kept.bytes)} kept, {size_text(sum(kept.bytes.values()))}"
+    config = checkpoint.config
+    sizes = [size for name, size in kept.bytes.items() if config.tie_embeddings or name != config.names.embedding]
+    return f"quantized weights of {checkpoint.name}: {len(sizes)} matrices kept, {size_text(sum(sizes))}"
 
 
 def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
