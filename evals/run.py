@@ -81,6 +81,14 @@ class PreparedEval:
             raise refuse("algorithm", algorithm, f"{works}; use 'none' (--spec off), or a task that generates")
         return replace(config, graphs=replace(config.graphs, decode="off"))
 
+    @property
+    def requests(self) -> int | None:
+        """How many questions are asked; None if the task scores texts, of which a question may have many."""
+        if self.task.scores_texts:
+            return None
+        chosen = self.task.chosen(self.options)
+        return max(sum(len(chosen[name]) * int(one.config.repeats) for name, one in self.task.tasks.items()), 1)
+
     def finished(self, config: EngineConfig) -> PartialRows | None:
         """The answers of an interrupted run with engine `config`; None without an output folder.
 

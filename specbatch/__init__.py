@@ -14,6 +14,7 @@ if (_checkout / "pyproject.toml").is_file():  # a source tree: kernels/, evals/ 
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+    from specbatch.config.job_size import JobSize
     from specbatch.core.embedded_prompt import EmbeddedPrompt
     from specbatch.core.request import Completion, SamplingParams
     from specbatch.engine.engine import Engine
@@ -31,6 +32,7 @@ _HOME = {
     "Engine": "specbatch.engine.engine",
     "EngineConfig": "specbatch.config.engine_config",
     "Graphs": "specbatch.config.engine_config",
+    "JobSize": "specbatch.config.job_size",
     "Likelihood": "specbatch.engine.scoring",
     "RunFrames": "specbatch.jobs.frames",
     "SamplingParams": "specbatch.core.request",
@@ -47,6 +49,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Graphs",
+    "JobSize",
     "Likelihood",
     "RunFrames",
     "SamplingParams",

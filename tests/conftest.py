@@ -172,6 +172,7 @@ class ToyCheckpoint:
 
     origin = "memory"
     mtp: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
+    grouped = None
     cache: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
 
     def __init__(self, name: str = "toy", vocabulary: int = len(_PIECES)) -> None:

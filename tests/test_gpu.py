@@ -321,6 +321,30 @@ def test_attention_backends_give_the_same_tokens(toy: Any, toy_engine: Callable[
     assert [tuple(item.token_ids) for item in completions] == [toy.greedy(tuple(prompt))[:10] for prompt in prompts]
 
 
+@pytest.mark.parametrize("graphs", GRAPHS)
+def test_attention_backends_agree_in_bfloat16(tmp_path: Path, graphs: str) -> None:
+    """Prompts and chunks after a prefix, short and long, of a model with heads that the kernel for Hopper has."""
+    described = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 320,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    prompts = [[3 + (index * index + index // 7) % 300 for index in range(n)] for n in (1, 900, 2400, 2401, 3000)]
+    found: dict[str, torch.Tensor] = {}
+    for backend in ("triton", "auto"):
+        settings = {"dtype": "bfloat16", "prefill_chunk": 2400, "max_model_len": 3100, "attention_backend": backend}
+        config = EngineConfig(
+            str(tmp_path), load_format="dummy", device="cuda", prefix_cache=False, graphs=GRAPHS[graphs], **settings
+        )
+        engine = Engine(config)
+        found[backend] = torch.stack([engine.next_logits(prompt) for prompt in prompts])
+        if backend == "auto" and torch.cuda.get_device_capability() == (9, 0):
+            assert engine.caps["attention_backend"] == "gluon"
+        engine.close()
+    assert (found["auto"] - found["triton"]).abs().max() < 0.15 * found["triton"].std()
+
+
 def test_an_fp8_kv_cache(toy: Any, toy_engine: Callable[..., Any]) -> None:
     """Half or a quarter of the memory, and at least the first token of most prompts is still the same."""
     prompts = [list(prompt) for prompt in toy.prompts()]

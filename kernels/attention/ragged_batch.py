@@ -62,6 +62,11 @@ class RaggedBatch:
         """How many tiles of `tokens` rows there are, but for those that only exist at fixed addresses and are empty."""
         return len(self.tiles(tokens))
 
+    @property
+    def keys_per_query(self) -> float:
+        """The mean."""
+        return self.scores / self.offsets[-1]
+
     @cached_property
     def query_bounds(self) -> torch.Tensor:
         """int32 [S + 1]: offsets."""
@@ -138,6 +143,11 @@ class StaticRaggedBatch(RaggedBatch):
     def full_tiles(self, tokens: int) -> int:
         """As if one span had all tokens."""
         return -(-self._tokens // tokens)
+
+    @property
+    def keys_per_query(self) -> float:
+        """As if one span had all tokens. How long a prefix is, nobody knows here; it counts as half of the tokens."""
+        return self._tokens / 2 if self.fresh else self._tokens
 
     def load(self, spans: RaggedBatch, *, given: bool = False) -> None:
         """The spans of the next pass."""

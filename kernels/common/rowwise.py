@@ -20,9 +20,9 @@ from specbatch.kernels.dispatch import is_deterministic
 
 # exp(x) = 2^n exp(r) with n = round(x / ln 2); ln 2 in two parts, of which the first times n is exact; the polynomial
 # of expf in the Cephes library (Moshier), r^2 p(r) + r + 1, is within 2 units in the last place.
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-_LEAST, _MOST = -86.0, 88.7  # exp is 0 below, and at the upper end close to the largest number
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+EXP_LEAST, EXP_MOST = -86.0, 88.7  # exp is 0 below, and at the upper end close to the largest number
 
 
 def row_sum(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -48,16 +48,16 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     """e^x of float32 x. In deterministic mode results below e^-86 are 0."""
     if not is_deterministic():
         return x.exp()
-    clamped = x.clamp(_LEAST, _MOST)
+    clamped = x.clamp(EXP_LEAST, EXP_MOST)
     n = (clamped * (1 / math.log(2))).round_()
-    r = (clamped - n * _LN2_HIGH).sub_(n * _LN2_LOW)
-    p = r * _EXP[0]
-    for coefficient in _EXP[1:]:
+    r = (clamped - n * LN2_HIGH).sub_(n * LN2_LOW)
+    p = r * EXP[0]
+    for coefficient in EXP[1:]:
         p.add_(coefficient).mul_(r)
     p.mul_(r).add_(r).add_(1.0)
     # 2^n in two factors: 2^128 is no float32.
     power = n.nan_to_num_(0.0).to(torch.int32).add_(126).bitwise_left_shift_(23).view(torch.float32)
-    return p.mul_(power).mul_(2.0).masked_fill_(x < _LEAST, 0.0).masked_fill_(x > _MOST, torch.inf)
+    return p.mul_(power).mul_(2.0).masked_fill_(x < EXP_LEAST, 0.0).masked_fill_(x > EXP_MOST, torch.inf)
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:

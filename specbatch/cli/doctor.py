@@ -71,11 +71,18 @@ def _features() -> dict[str, Any]:
                 None if is_installed("triton") else "triton is not installed; CUDA builds of torch bring it",
                 "on a GPU; a CPU runs their torch references",
             ),
+            _feature("kernels compiled for the CPU", _no_native(), "quantized weights stay quantized"),
             _feature("sweep --engine http", missing("http"), "installed"),
             _feature("Ray clusters", missing("ray"), "--distributed ray"),
             _feature("reasoning-gym tasks", missing("reasoning"), "installed"),
         ],
     }
+
+
+def _no_native() -> str | None:
+    from specbatch.kernels.common import native
+
+    return native.missing()
 
 
 def _support(what: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.configs import configured
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
+from specbatch.config.job_size import JobSize
 from specbatch.config.values import whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions, GridOptions
@@ -200,7 +201,9 @@ def _evaluate(
         for note in ready.notes():
             say(f"{of}note: {note}")
     if left:
-        with folders_of(every.values()), open_replicas(config, workers) as running:
+        counts = [ready.requests for ready in left.values()]  # the tasks run one after the other
+        job = JobSize(None if None in counts else max(filter(None, counts)))
+        with folders_of(every.values()), open_replicas(replace(config, job=job), workers) as running:
             for name, ready in left.items():
                 of, kept = f"{name}: " if several else "", earlier[name]
                 done = 0 if kept is None else len(kept.rows)
@@ -237,6 +240,7 @@ def _grid(
     """The configurations, the concurrencies (default: what the engine runs at once), and why --ablation leaves some
     configurations out. elsewhere: engines run on other machines."""
     from specbatch.runtime.device import device_type
+    from specbatch.sweeps.run.loading import most_at_once, with_concurrency
 
     left_out: dict[str, str] = {}
     if configs is None:
@@ -248,11 +252,8 @@ def _grid(
     most = None if steps is None else max(steps)
     found = configured(engine, configs, concurrency=most, elsewhere=elsewhere)
     if steps is None:
-        steps = (min(config.max_running * config.data_parallel for config in found.values()),)
-    for name, config in found.items():
-        if config.max_running * config.data_parallel < max(steps):
-            raise refuse("max_running", config.max_running, f"{name} runs at concurrency {max(steps)}; use that")
-    return found, steps, left_out
+        steps = (most_at_once(found, elsewhere=elsewhere),)
+    return {name: with_concurrency(config, max(steps)) for name, config in found.items()}, steps, left_out
 
 
 def _compare(

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Annotated, Any
 
 from typer import Argument, Context, Exit, Option
@@ -122,7 +123,7 @@ def generate(
     else:
         if job.finished:
             say(f"continuing: {len(job.finished)} of {job.total} are finished")
-        with open_replicas(config, workers) as running:
+        with open_replicas(replace(config, job=job.size), workers) as running:
             running.reset_record(rows=False)
             with progress("generate", "prompts", len(job.finished)) as report:
                 running.on_prefill = report.prefilled

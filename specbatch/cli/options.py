@@ -13,13 +13,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 from typer import Context, Option
 
 from specbatch.cli.help import HELP_ALL
 from specbatch.config.acceptance_profile import read_profile
-from specbatch.config.engine_config import BATCH, CACHE, EXECUTION, MODEL, EngineConfig, Graphs, Speculation
+from specbatch.config.draft_shape import AUTO
+from specbatch.config.engine_config import (
+    BATCH,
+    CACHE,
+    EXECUTION,
+    LIMIT_RUNNING,
+    MODEL,
+    EngineConfig,
+    Graphs,
+    Speculation,
+)
 from specbatch.config.field_errors import did_you_mean
 from specbatch.config.values import layers
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
@@ -89,7 +99,9 @@ _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
     "aux_layers": (str | None, None, ""),
     "simulate_accept": (str | None, None, ""),
     "json_schema": (str | None, None, ""),
-    "max_running": (int | None, None, f"Default: the concurrency, else {EngineConfig.max_running}."),
+    "max_running": (str | None, None, "Default: the concurrency, else auto."),
+    "prefill_chunk": (str, AUTO, ""),
+    "memory_fraction": (str, AUTO, ""),
     "prefix_cache": (bool | None, None, "Default: on."),
     "decode_graph": (str | None, None, "Default: whole on a CUDA device, off on a CPU."),
     "prefill_graph": (
@@ -192,7 +204,8 @@ class EngineOptions(SimpleNamespace):
                 raise refuse("configs", f"{where}: {name}", works)
             kind = ENGINE_OPTIONS[name].type
             kinds = get_args(kind) or (kind,)
-            changes[name] = str(value) if str in kinds and type(value) is int else value
+            numbers = (int, float) if ENGINE_OPTIONS[name].metavar == "FLOAT|auto" else (int,)
+            changes[name] = str(value) if str in kinds and type(value) in numbers else value
             if type(changes[name]) not in kinds and not (float in kinds and type(value) is int):
                 works = "use true or false" if bool in kinds else "this is not a value of that option"
                 raise refuse("configs", f"{where}: {name}={shown_json(value)}", works)
@@ -204,7 +217,7 @@ class EngineOptions(SimpleNamespace):
             raise refuse("spec", self.spec, f"use one of {', '.join(SPECS)}")
         if self.spec == "off":
             return Speculation()
-        draft_tokens = self._draft_tokens()
+        draft_tokens = self._number_or_auto("draft_tokens", int)
         if self.spec is None and self.algorithm is None and self.draft is None:
             for name in ONLY_WITH_DRAFTS:
                 if getattr(self, name) != ENGINE_OPTIONS[name].default:
@@ -237,11 +250,14 @@ class EngineOptions(SimpleNamespace):
         """
         if concurrency is not None:
             at_least("concurrency", concurrency, 1)
+            if concurrency > (most := LIMIT_RUNNING * max(self.data_parallel, 1)):
+                raise refuse("concurrency", concurrency, f"use at most {most}, or leave it out")
         settings = {item.name: getattr(self, item.name) for item in fields(EngineConfig) if item.name in ENGINE_OPTIONS}
         each = None if concurrency is None else -(-concurrency // settings["data_parallel"])
-        settings["max_running"] = next(
-            value for value in (self.max_running, each, EngineConfig.max_running) if value is not None
-        )
+        running = self._number_or_auto("max_running", int)
+        settings["max_running"] = running if running is not None else each or AUTO
+        settings["prefill_chunk"] = self._number_or_auto("prefill_chunk", int)
+        settings["memory_fraction"] = self._number_or_auto("memory_fraction", float)
         settings["prefix_cache"] = prefix_cache if self.prefix_cache is None else self.prefix_cache
         for item in fields(Graphs):
             name, rule = f"{item.name}_graph", item.metadata["rule"]
@@ -262,15 +278,16 @@ class EngineOptions(SimpleNamespace):
         prefill = self.prefill_graph or ("off" if compares else usual.prefill)
         return replace(config, graphs=Graphs(self.decode_graph or usual.decode, prefill))
 
-    def _draft_tokens(self) -> int | Literal["auto"] | None:
-        if self.draft_tokens is None:
-            return None
-        if self.draft_tokens == "auto":
-            return "auto"
+    def _number_or_auto(self, name: str, kind: type[int] | type[float]) -> Any:
+        """The value of an option that is a number or auto; None if it is not given and has no default."""
+        text = getattr(self, name)
+        if text in (None, AUTO):
+            return text
         try:
-            return int(self.draft_tokens)
+            return kind(text)
         except ValueError:
-            raise refuse("draft_tokens", self.draft_tokens, "use a whole number, or auto") from None
+            works = f"use a {'whole number' if kind is int else 'number'}, or auto"
+            raise refuse(name, text, works) from None
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from typer import Option
 
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, Json, Output, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_engine, say, show
-from specbatch.config.engine_config import EngineConfig
+from specbatch.config.draft_shape import AUTO
 from specbatch.files.atomic_file import is_leftover
 from specbatch.progress.bars import progress
 from specbatch.training.recipe import HEADS, SETTINGS, Recipe
@@ -27,7 +27,7 @@ _PANELS = dict.fromkeys(SETTINGS, _HEAD)
 
 @takes_engine(
     without=_WITHOUT,
-    defaults={"max_running": str(EngineConfig.max_running)},
+    defaults={"max_running": AUTO},
     source=options_of(Source, _DATA),
     training=options_of(Recipe, _TRAINING, _PANELS),
 )

@@ -13,7 +13,18 @@ from typing import Any, Literal
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION, Algorithm, algorithms_with
 from specbatch.config.acceptance_profile import AcceptanceProfile, geometric
 from specbatch.config.draft_shape import AUTO, DraftShape, auto_draft_lengths, shape_of
-from specbatch.config.settings import FLAG, Rule, check_fields, foreign_names, is_number, number, setting, whole
+from specbatch.config.job_size import JobSize
+from specbatch.config.settings import (
+    FLAG,
+    Rule,
+    check_fields,
+    foreign_names,
+    is_number,
+    number,
+    or_auto,
+    setting,
+    whole,
+)
 from specbatch.errors import MOST_SEED, at_least, refuse
 
 SCHEDULES = ("v1", "v2")
@@ -21,8 +32,9 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DECODE_GRAPHS = ("off", "whole")
 PREFILL_GRAPHS = ("off", "piecewise")
-ATTENTION_BACKENDS = ("auto", "triton", "torch")
+ATTENTION_BACKENDS = ("auto", "gluon", "triton", "torch")
 CORPUS_MIN, CORPUS_MIN_SAMPLED = 4, 8  # tokens; the second where the algorithm samples drafts
+LIMIT_RUNNING = 1 << 14  # requests: beyond that a step takes proportionally longer, so that nothing is gained
 KV_DTYPES = ("auto", "fp8", "model")
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 MODEL, BATCH, CACHE, EXECUTION = "Model", "Batch and memory", "Cache and quantization", "Execution"  # boxes of --help
@@ -401,6 +413,9 @@ class EngineConfig:
 
     fp8_activations applies to BF16 and FP16 activations. Each row gets one scale per 128 columns, as a checkpoint's
     `activation_scheme: dynamic` asks for.
+
+    job: what is known of the requests, for max_running, prefill_chunk and memory_fraction "auto". An engine's `caps`
+    have the numbers that it chose, and why.
     """
 
     model: str = setting(
@@ -425,7 +440,14 @@ class EngineConfig:
     tokenizer: str | None = setting(
         None, "Known name, folder, .gguf file or hub id of a tokenizer to use instead of the model's own.", panel=MODEL
     )
-    max_running: int = setting(32, "Requests that decode at the same time.", whole(1), panel=BATCH)
+    max_running: int | Literal["auto"] = setting(
+        AUTO,
+        "Requests that decode at the same time. auto: as many as the GPU's memory holds, up to 1024 (2048 of a mixture "
+        "of experts); 32 on a CPU.",
+        or_auto(whole(1, LIMIT_RUNNING, f"use a whole number of at least 1 and at most {LIMIT_RUNNING}")),
+        panel=BATCH,
+        metavar="INTEGER|auto",
+    )
     max_model_len: int | None = setting(
         None, "Maximum prompt + output, in tokens. Default: the model's context length.", whole(2), panel=BATCH
     )
@@ -436,13 +458,22 @@ class EngineConfig:
         whole(2),
         panel=BATCH,
     )
-    memory_fraction: float = setting(
-        0.8,
-        "Share of the device's free memory for weights and KV pages.",
-        number(lambda share: 0 < share <= 1, "use a fraction above 0 and up to 1"),
+    memory_fraction: float | Literal["auto"] = setting(
+        AUTO,
+        "Share of the device's free memory for weights and KV pages. auto: all but a reserve, 0.93 of an empty H200; "
+        "0.8 on a CPU.",
+        or_auto(number(lambda share: 0 < share <= 1, "use a fraction above 0 and up to 1")),
         panel=BATCH,
+        metavar="FLOAT|auto",
     )
-    prefill_chunk: int = setting(2048, "Maximum number of prompt tokens computed in one step.", whole(1), panel=BATCH)
+    prefill_chunk: int | Literal["auto"] = setting(
+        AUTO,
+        "Maximum number of prompt tokens computed in one step. auto: up to 16384, as the GPU's memory allows; 2048 on "
+        "a CPU.",
+        or_auto(whole(1)),
+        panel=BATCH,
+        metavar="INTEGER|auto",
+    )
     prefix_cache: bool = setting(
         True, "Keep the KV pages of finished prompts for later ones with the same prefix.", FLAG, panel=CACHE
     )
@@ -477,10 +508,13 @@ class EngineConfig:
     )
     speculation: Speculation = field(default_factory=Speculation)
     graphs: Graphs = field(default_factory=Graphs)
+    job: JobSize = field(default_factory=JobSize)
 
     def __post_init__(self) -> None:
         if not self.model or not isinstance(self.model, str):
             raise refuse("model", self.model, "name a model, for example smollm2-135m")
+        if not isinstance(self.job, JobSize):
+            raise refuse("job", self.job, "give a JobSize, such as JobSize(requests=1500, prompt_tokens=300)")
         if not isinstance(self.graphs, Graphs):
             raise refuse("graphs", self.graphs, "give a Graphs, such as Graphs(decode='whole')")
         if not isinstance(self.speculation, Speculation):
@@ -499,7 +533,8 @@ class EngineConfig:
             raise refuse("tensor_parallel", self.tensor_parallel, works)
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The settings, as records have them. The job is none: an engine's `caps` say what followed from it."""
+        return {name: value for name, value in asdict(self).items() if name != "job"}
 
     def _check_deterministic(self) -> None:
         if self.speculation.verification != "token":

@@ -77,6 +77,11 @@ def number(fits: Callable[[float], bool], works: str) -> Rule:
     return Rule(lambda value: is_number(value) and fits(value), works)
 
 
+def or_auto(rule: Rule) -> Rule:
+    """The values of a rule, and "auto"."""
+    return Rule(lambda value: value == "auto" or rule.fits(value), f"{rule.works}, or auto")
+
+
 FLAG = Rule(lambda value: isinstance(value, bool), "use a boolean")
 
 

@@ -23,19 +23,21 @@ class Acceptance:
     verifies: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
 
-    def count(self, *, context: int, room: int, kept: int, drafted: int, accepted: int) -> tuple[int, int]:
-        """Count a verify after `context` tokens that could emit at most `room` tokens and emitted `kept`. Returns how
-        many of its drafts count, and how many of those were correct."""
+    def count(
+        self, *, context: int, room: int, kept: int, drafted: int, accepted: int, times: int = 1
+    ) -> tuple[int, int]:
+        """Count a verify after `context` tokens that could emit at most `room` tokens and emitted `kept`, or several
+        that are alike. Returns how many of its drafts count, and how many of those were correct."""
         # Drafts after a stop or the length limit are excluded: their correctness is unknown.
         known = min(drafted, room if kept > accepted else kept)
         right = min(accepted, known)
-        _add(self.drafted, known)
-        _add(self.accepted, right)
+        _add(self.drafted, known, times)
+        _add(self.accepted, right, times)
         if right == known:
-            _add(self.exhausted, known)
+            _add(self.exhausted, known, times)
         bucket = context.bit_length() - 1
-        _add(self.verifies, bucket)
-        _add(self.emitted, bucket, kept)
+        _add(self.verifies, bucket, times)
+        _add(self.emitted, bucket, times * kept)
         return known, right
 
     def __iadd__(self, other: Acceptance) -> Acceptance:

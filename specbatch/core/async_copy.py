@@ -27,33 +27,34 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 class StepTimer:
-    """Device time of a decode step, and of the gap between it and the previous one."""
+    """Device time of a decode step or a prefill pass, and of the gap between it and what was launched before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_prefill: bool) -> None:
+        self.is_prefill = is_prefill
         self._begun = torch.cuda.Event(enable_timing=True)
         self._done = torch.cuda.Event(enable_timing=True)
-        self._previous: torch.cuda.Event | None = None
+        self._previous: StepTimer | None = None
         self._begun.record()
 
     @classmethod
-    def begin(cls, device: torch.device) -> StepTimer | None:
+    def begin(cls, device: torch.device, *, is_prefill: bool = False) -> StepTimer | None:
         """Start a timer; only CUDA devices have one."""
-        return cls() if device.type == "cuda" else None
+        return cls(is_prefill) if device.type == "cuda" else None
 
     def end(self, previous: StepTimer | None) -> None:
-        """Stop it. `previous`: the timer of the step before, if nothing was launched between them."""
+        """Stop it. `previous`: the timer of the step or pass before, if nothing was launched between them."""
         self._done.record()
-        if previous is not None:
-            self._previous = previous._done
+        self._previous = previous
 
     @property
     def follows(self) -> bool:
-        """Was nothing launched between the previous step and this one?"""
-        return self._previous is not None
+        """Was nothing launched between the previous decode step and this one?"""
+        return self._previous is not None and not self._previous.is_prefill
 
     def seconds(self) -> tuple[float, float | None]:
-        """(step, gap before it or None). The step must be over."""
-        gap = None if self._previous is None else self._previous.elapsed_time(self._begun) / 1000
+        """(step or pass, gap before it or None), once. It must be over."""
+        previous, self._previous = self._previous, None  # each keeps the one before it
+        gap = None if previous is None else previous._done.elapsed_time(self._begun) / 1000
         return self._begun.elapsed_time(self._done) / 1000, gap
 
 

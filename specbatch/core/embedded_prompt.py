@@ -32,7 +32,7 @@ class EmbeddedPrompt:
     def checked(self, index: int, hidden: int) -> EmbeddedPrompt:
         """The prompt in plain types. Raises SpecbatchError if the embeddings do not fit; index: of the prompt."""
         try:
-            tokens = [operator.index(token) for token in self.token_ids]
+            tokens = list(map(operator.index, self.token_ids))
         except TypeError:
             raise refuse(f"prompt {index}", f"{self.token_ids!r:.60}", "give text or a list of token ids") from None
         if not isinstance(self.embeddings, Mapping):

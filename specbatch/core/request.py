@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.output_text import Decode, OutputText
+from specbatch.core.sampling_flags import SamplingFlags
 from specbatch.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["INCOMPLETE", "Completion", "Logprobs", "Request", "RequestMetrics", "SamplingParams"]
 
 INCOMPLETE = ("abort", "error")  # finish reasons without a complete answer
+# What counts of a verify: the context rounded down to a power of two, and for how many of the drafts there was room;
+# then the arguments of `Request.count_verify`.
+_Verify = tuple[int, int, int, int, int, int, bool, bool]
 _SHOWN = 6  # items of a list in a `repr`
 
 
@@ -164,6 +168,7 @@ class Request:
         self.automaton = automaton
         self.tokens = list(prompt)  # prompt and output
         self.prompt_len = len(prompt)
+        self.most_tokens = len(prompt) + params.max_new_tokens  # of prompt and output
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.logprobs: list[float] = []
@@ -172,6 +177,10 @@ class Request:
         self.prompt_logprobs: list[float | None] | None = [None] * len(prompt) if wants else None
         self._decode = decode
         self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
+        # Of its next pass. The host lags behind the device, which compares positions: masking too long has no effect.
+        self.flags = SamplingFlags.of(
+            params, has_ends=bool(self.end_tokens), banned=bool(banned), constrained=automaton is not None
+        )
         has_text = params.stop or streams_text
         self._text = OutputText(decode, params.stop, params.reasoning, byte_tokens) if has_text else None
 
@@ -180,6 +189,7 @@ class Request:
         self.table = 0  # where the table of its automaton starts
         self.pages: list[int] = []
         self.freed = 0  # so many of `pages`, the first ones, are outside of all windows and freed
+        self.most_pages = 0  # that it can need
         self.shared = 0  # pages that it took from the prefix cache, the first of `pages`
         self.unshared = False  # it must not take any again
         self.prefilled = 0  # tokens whose prefill is launched
@@ -200,6 +210,7 @@ class Request:
         self.textual = min(self.embeddings, default=sys.maxsize)
         embedded = sum(map(len, self.embeddings.values()))
         self.metrics = RequestMetrics(prompt_tokens=self.prompt_len, embedded_tokens=embedded)
+        self._verifies: dict[_Verify, int] = {}  # how many there were of each kind
 
     @property
     def output(self) -> list[int]:
@@ -237,14 +248,16 @@ class Request:
         Within the limit, a stop is the finish reason. Returns how many tokens were kept.
         """
         kept = 0
-        for token in tokens[: self.params.max_new_tokens - self.generated]:
+        for token in tokens[: self.most_tokens - len(self.tokens)]:
             self.tokens.append(token)
             kept += 1
-            if token in self.end_tokens or self._ends_text(token):
+            if token in self.end_tokens or (self._text is not None and self._ends_text(token, self._text)):
                 self.finish_reason = "stop"
                 break
-        if self.finish_reason is None and self.generated >= self.params.max_new_tokens:
+        if self.finish_reason is None and len(self.tokens) >= self.most_tokens:
             self.finish_reason = "length"
+        if self.flags.min_tokens and self.generated >= self.params.min_tokens:
+            self.flags = self.flags._replace(min_tokens=False)
         if logprobs is not None:
             self.logprobs.extend(logprobs.chosen[:kept])
             if count := self.params.top_logprobs:
@@ -267,42 +280,53 @@ class Request:
     ) -> None:
         """Count a verify that emitted `kept` tokens and can accept at most `depth` drafts; ignored if it emitted none.
         of_corpus: whether the drafts came from the corpus; has_budget: whether `drafted` follows from a verify
-        budget."""
+        budget. What follows for the metrics is computed with the completion."""
         if not kept:
             return
-        metrics = self.metrics
-        if not metrics.emitted_histogram:
-            metrics.emitted_histogram = [0] * (depth + 2)
-        metrics.verify_steps += 1
-        metrics.emitted += kept
-        metrics.emitted_histogram[kept] += 1
+        self.metrics.verify_steps += 1
+        self.metrics.emitted += kept
         before = len(self.tokens) - kept
-        room = self.prompt_len + self.params.max_new_tokens - before
-        deep = min(drafted, depth)
-        known, right = metrics.acceptance.count(context=before, room=room, kept=kept, drafted=deep, accepted=accepted)
-        metrics.drafted += drafted - (deep - known)
-        metrics.accepted += right
-        if has_budget:
-            metrics.budget_rows += drafted + 1
-        if of_corpus:
-            metrics.corpus_verifies += 1
-            metrics.corpus_emitted += kept
-            metrics.corpus_drafted += known
-            metrics.corpus_accepted += right
+        context, room = 1 << before.bit_length() - 1, min(self.most_tokens - before, drafted)
+        kind = context, room, kept, drafted, accepted, depth, of_corpus, has_budget
+        self._verifies[kind] = self._verifies.get(kind, 0) + 1
 
     def new_text(self, completion: Completion | None = None) -> str:
         """The text since the last call that no later token can change; with its completion, the rest of the text."""
         assert self._text is not None
         return self._text.take(None if completion is None else completion.text)
 
-    def _ends_text(self, token: int) -> bool:
+    def _ends_text(self, token: int, text: OutputText) -> bool:
         """Add the token to the text. Returns whether it ends in a stop string."""
-        return self._text is not None and self._text.push(token, may_stop=self.generated > self.params.min_tokens)
+        return text.push(token, may_stop=self.generated > self.params.min_tokens)
+
+    def _count_verifies(self) -> None:
+        """Add the verifies to the metrics."""
+        metrics = self.metrics
+        for kind, times in self._verifies.items():
+            context, room, kept, drafted, accepted, depth, of_corpus, has_budget = kind
+            deep = min(drafted, depth)
+            if not metrics.emitted_histogram:
+                metrics.emitted_histogram = [0] * (depth + 2)
+            metrics.emitted_histogram[kept] += times
+            known, right = metrics.acceptance.count(
+                context=context, room=room, kept=kept, drafted=deep, accepted=accepted, times=times
+            )
+            metrics.drafted += times * (drafted - (deep - known))
+            metrics.accepted += times * right
+            if has_budget:
+                metrics.budget_rows += times * (drafted + 1)
+            if of_corpus:
+                metrics.corpus_verifies += times
+                metrics.corpus_emitted += times * kept
+                metrics.corpus_drafted += times * known
+                metrics.corpus_accepted += times * right
+        self._verifies.clear()
 
     def completion(self, now: float) -> Completion:
         """The finished request's result."""
         assert self.finish_reason is not None
         metrics, output = self.metrics, self.output
+        self._count_verifies()
         metrics.output_tokens = len(output)
         metrics.e2e_s = (self.last_token if self.last_token is not None else now) - self.submitted
         metrics.queue_s = (self.admitted if self.admitted is not None else now) - self.submitted

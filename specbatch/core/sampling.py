@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from specbatch.core.logit_adjustments import Adjustments
-from specbatch.core.request import Request
+from specbatch.core.sampling_flags import SamplingFlags
 from specbatch.core.token_constraint import Constraint
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.argmax_topk import Scores
@@ -18,57 +17,7 @@ from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import uniform_ref
 from specbatch.kernels.sampling.sample import sample_ref
 
-
-class SamplingFlags(NamedTuple):
-    """What any request of a pass asks for. What none of them asks for is not computed.
-
-    sampled       some request has a temperature
-    truncated     some sampled request uses top-k, top-p or min-p
-    logprobs      some request asks for log-probabilities
-    top_logprobs  some request asks for the most likely tokens
-    min_tokens    some request may be within its `min_tokens`
-    penalized     some request has a penalty
-    biased        some request has a logit bias
-    banned        some request has bad words
-    constrained   some request has a grammar
-    """
-
-    sampled: bool = False
-    truncated: bool = False
-    logprobs: bool = False
-    top_logprobs: bool = False
-    min_tokens: bool = False
-    penalized: bool = False
-    biased: bool = False
-    banned: bool = False
-    constrained: bool = False
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether logits change before a token is chosen."""
-        return self.penalized or self.biased or self.banned or self.constrained
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether more of the target's logits is needed than their argmax."""
-        return any(self)
-
-    @classmethod
-    def of(cls, requests: Iterable[Request]) -> SamplingFlags:
-        requests = list(requests)
-        params = [item.params for item in requests]
-        return cls(
-            sampled=any(p.temperature > 0 for p in params),
-            truncated=any(p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p) for p in params),
-            logprobs=any(p.logprobs for p in params),
-            top_logprobs=any(p.top_logprobs for p in params),
-            # The host lags behind the device, which compares positions: masking too long has no effect.
-            min_tokens=any(item.generated < item.params.min_tokens and item.end_tokens for item in requests),
-            penalized=any(p.is_penalized for p in params),
-            biased=any(p.logit_bias for p in params),
-            banned=any(item.banned for item in requests),
-            constrained=any(item.automaton is not None for item in requests),
-        )
+__all__ = ["Sampling", "SamplingFlags"]
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,10 @@ class HeadPrefillGraphs(HeadPrefill):
     the last."""
 
     def __init__(self, head: DraftHead, cache: KVCache, recorder: Recorder, most: int) -> None:
-        """most: number of tokens of the largest pass."""
+        """most: number of tokens of the largest pass that is recorded."""
         super().__init__(head, cache)
         self._recorder = recorder
+        self.left_out: list[int] = []
         self._buckets = token_buckets(most)
         self._graphs = {bucket: [nothing] * head.depth for bucket in self._buckets}  # until they are recorded
         like, between = head.embedding, most if head.more else 0
@@ -114,18 +115,20 @@ class HeadPrefillGraphs(HeadPrefill):
         return len(self._buckets)
 
     def capture(self) -> Iterator[None]:
-        for bucket in reversed(self._buckets):
-            programs = [partial(self._segment, layer, bucket) for layer in range(self.head.depth)]
-            for program in programs:
-                self._recorder.warm(program)
-            self._graphs[bucket] = [self._recorder.record(program) for program in programs]
-            yield
+        yield from self._recorder.record_each(self._buckets, self._record, self._graphs.clear, self.left_out)
+
+    def _record(self, bucket: int) -> None:
+        programs = [partial(self._segment, layer, bucket) for layer in range(self.head.depth)]
+        for program in programs:
+            self._recorder.warm(program)
+        self._graphs[bucket] = [self._recorder.record(program) for program in programs]
 
     def __call__(self, tokens: Sequence[torch.Tensor], taken: torch.Tensor, metadata: PrefillMetadata) -> None:
         overrides = self._overrides(metadata)
         attend = attention_of(self.head, self.cache, metadata, metadata.positions)
-        if any(given is not None for given in overrides):
-            self.counters.fall_back("embeddings")
+        has_embeddings = any(given is not None for given in overrides)
+        if has_embeddings or len(taken) > self._buckets[-1]:
+            self.counters.fall_back("embeddings" if has_embeddings else "long pass")
             self._write(tokens, taken, metadata.positions, metadata.kv_slots, overrides, attend)
             return
         count = len(taken)
@@ -354,6 +357,6 @@ def feature_chain(
     if loader.recorder is not None:
         prefill = HeadPrefillGraphs(head, cache, loader.recorder, loader.chunk)
     loader.forwards["draft"] = prefill
-    shape, slots = config.speculation.shape, config.max_running
+    shape, slots = config.speculation.shape, loader.page_table.shape[0] - 1
     kind = kind or (FeatureTree if config.speculation.drafts_trees else FeatureChain)
     return kind(head, cache, prefill, shape, slots, vocabulary, diagnosis)

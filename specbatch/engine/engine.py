@@ -12,11 +12,11 @@ import torch
 from specbatch.algorithms import causes_of_low_acceptance
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
-from specbatch.core.request import Completion, Request, SamplingParams
+from specbatch.core.request import Completion, SamplingParams
 from specbatch.engine.interface import Events, InferenceEngine
 from specbatch.engine.ranks.ranks import EngineRanks
 from specbatch.engine.record_window import RecordWindow
-from specbatch.engine.requests.open_requests import OpenRequests
+from specbatch.engine.requests.open_requests import Detail, OpenRequests
 from specbatch.engine.requests.prompt_reader import PromptReader
 from specbatch.engine.requests.submissions import Source, SubmissionQueue
 from specbatch.engine.schedule.runner import Runner
@@ -29,6 +29,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.progress.bars import Report
 from specbatch.records.low_acceptance import LowAcceptanceWarning
 from specbatch.records.run_record import RunRecord
+from specbatch.runtime.garbage import rare_collections
 from specbatch.weights import Log
 
 
@@ -51,7 +52,7 @@ class Engine(InferenceEngine):
         share: MemoryShare = EXCLUSIVE,
     ) -> None:
         super().__init__()
-        log = log or (lambda line: None)
+        self._log = log = log or (lambda line: None)
         if config.data_parallel > 1:
             raise refuse("data_parallel", config.data_parallel, "an Engine is one replica; use DataParallelEngine")
         if weights_of is not None:
@@ -75,6 +76,8 @@ class Engine(InferenceEngine):
         self.caps = parts.caps
         self.model_config: ModelConfig = parts.model.config
         speculation = parts.config.speculation
+        self._prompts = PromptReader(self.tokenizer, self.model_config, parts.caps)
+        self._requests = OpenRequests(parts.scheduler, self.tokenizer, self._prompts, self._on_finish)
         self._runner = Runner(
             parts.scheduler,
             parts.worker,
@@ -84,14 +87,16 @@ class Engine(InferenceEngine):
             depth=speculation.depth,
             has_budget=speculation.verify_budget is not None,
             seed=config.seed,
-            on_tokens=self._on_tokens,
+            on_tokens=self._requests.add_tokens,
+            meanwhile=self._requests.build_one,
+            on_result=lambda now, tokens: self._window.add_tokens(now, tokens),
             on_prefill=lambda tokens: self.on_prefill(tokens),
         )
         self._schedule = SCHEDULES[speculation.schedule](self._runner)
         self._scorer = Scorer(
             parts.worker,
             parts.plan,
-            chunk=config.prefill_chunk,
+            chunk=parts.plan.prefill_chunk,
             shares=parts.config.prefix_cache and not parts.model.recurrent_layers,
         )
         self._trusted = True
@@ -100,8 +105,6 @@ class Engine(InferenceEngine):
         # A diagnosis runs the model on this rank alone.
         diagnose = parts.diagnose if self._ranks is None else lambda completions: None
         self._watch = LowAcceptanceWarning(causes, log, diagnose) if can_be_low else None
-        self._prompts = PromptReader(self.tokenizer, self.model_config, parts.caps)
-        self._requests = OpenRequests(parts.scheduler, self.tokenizer, self._prompts, self._on_finish)
         self.reset_record()
 
     # -- work -------------------------------------------------------------------------------------------------
@@ -109,29 +112,16 @@ class Engine(InferenceEngine):
     def serve(self, queue: SubmissionQueue) -> Events:
         """As `stream`, of submissions that another thread adds to `queue`, until it is closed and empty. They are not
         checked. Events have no text."""
-        return self._work(queue, sys.maxsize, text=False)
+        return self._work(queue, sys.maxsize, "tokens")
 
-    def _work(self, source: Source, concurrency: int, text: bool) -> Events:
+    def _work(self, source: Source, concurrency: int, detail: Detail) -> Events:
         with self._state_lock:
             self._require("ready")
             self._state = "busy"
-        self._requests.begin(text=text)
+        self._requests.begin(detail)
         try:
-            while source.is_open or self._requests.pending:
-                while len(self._requests) < concurrency and (taken := source.take()) is not None:
-                    item, arrived = taken
-                    self._window.open(arrived)
-                    self._requests.submit(item, arrived)
-                if not self._requests.pending:
-                    source.wait()
-                    continue
-                self._requests.handle_aborts()
-                if len(self._requests) and not self._step() and not self._requests.has_events:
-                    raise RuntimeError(f"{self.parts.scheduler.unfinished} requests are unfinished and nothing can run")
-                yield from self._requests.take_events()
-                self._require("busy")
-            while self._step():  # v2 may have a step in flight, for requests that have ended
-                pass
+            with rare_collections:
+                yield from self._run(source, concurrency)
             with on_device(self.device):
                 self.parts.worker.confirm()
             if self._watch is not None:
@@ -139,7 +129,7 @@ class Engine(InferenceEngine):
                     self._watch.finish(self._window.examples)
         except (Exception, KeyboardInterrupt) as error:
             self._trusted = False
-            yield from self._requests.take_events()  # keep what has ended by then
+            yield from self._requests.take_events(is_last=True)  # keep what has ended by then
             self._explain(error, "running prompts")
             raise
         finally:
@@ -147,13 +137,32 @@ class Engine(InferenceEngine):
             if self._state == "busy":
                 self._state = "ready"
 
+    def _run(self, source: Source, concurrency: int) -> Events:
+        self._runner.rest()
+        while source.is_open or self._requests.pending:
+            while len(self._requests) < concurrency and (taken := source.take()) is not None:
+                item, arrived = taken
+                self._window.open(arrived)
+                self._requests.submit(item, arrived)
+            if not self._requests.pending:
+                self._runner.rest()
+                source.wait()
+                continue
+            self._requests.handle_aborts()
+            if len(self._requests) and not self._step() and not self._requests.has_events:
+                raise RuntimeError(f"{self.parts.scheduler.unfinished} requests are unfinished and nothing can run")
+            yield from self._requests.take_events()
+            self._require("busy")
+        while self._step():  # v2 may have a step in flight, for requests that have ended
+            pass
+
     def score(self, pairs: Sequence[Pair], *, on_score: OnScore | None = None) -> list[Likelihood]:
         self._require("ready")
         self.parts.scheduler.forget_prefixes()
         vocabulary, longest = self.model_config.vocab_size, self.plan.max_model_len
         self._state = "busy"
         try:
-            with on_device(self.device):
+            with on_device(self.device), rare_collections:
                 return self._scorer.score(checked_pairs(pairs, vocabulary, longest), on_score)
         except Exception as error:
             self._explain(error, "scoring")
@@ -183,6 +192,7 @@ class Engine(InferenceEngine):
     # -- records ----------------------------------------------------------------------------------------------
 
     def reset_record(self, *, rows: bool = True) -> None:
+        self._requests.build()  # what has ended belongs to the window before
         tally = self._scorer.tally
         self._window = RecordWindow(self._runner, self.parts.worker, self.parts.scheduler.state_cache, tally, rows=rows)
         if len(self._requests):
@@ -194,6 +204,7 @@ class Engine(InferenceEngine):
         return self._window.iterations
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
+        self._requests.build()
         return self._window.record(self.config.as_dict(), dict(self.caps), concurrency, workload or {})
 
     def close(self) -> None:
@@ -222,7 +233,23 @@ class Engine(InferenceEngine):
 
     def _step(self) -> bool:
         with on_device(self.device):
-            return self._schedule.step()
+            try:
+                return self._schedule.step()
+            except torch.OutOfMemoryError:
+                if self._ranks is not None or not self._runner.launch.can_shrink:
+                    raise
+            self._shrink()  # here, because the frames of the error hold tensors
+        return True
+
+    def _shrink(self) -> None:
+        """Go on with a smaller batch after a launch that ran out of memory."""
+        self._schedule.drop()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        name, value, why = self._runner.launch.shrink(self.parts.scheduler)
+        self._log(f"{name}: {value} ({why})")
+        self.caps |= {name: value, "reasons": self.caps["reasons"] | {name: why}}
 
     def _explain(self, error: BaseException, doing: str) -> None:
         """Raise an error that says more than this one, if there is one."""
@@ -240,11 +267,6 @@ class Engine(InferenceEngine):
         if not self._trusted:  # a planned pass may not have run, so that its pages hold anything
             self.parts.scheduler.forget_prefixes()
             self._trusted = True
-
-    def _on_tokens(self, request: Request, tokens: list[int]) -> None:
-        if request.last_token is not None:  # else it failed before its first token
-            self._window.add_tokens(request.last_token, len(tokens))
-        self._requests.add_tokens(request, tokens)
 
     def _on_finish(self, completion: Completion, now: float) -> None:
         self._window.add(completion, now)

@@ -13,7 +13,7 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.config.settings import foreign_names
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.engine.requests.async_stream import stream_in_thread
-from specbatch.engine.requests.open_requests import StreamEvent
+from specbatch.engine.requests.open_requests import Detail, StreamEvent
 from specbatch.engine.requests.prompt_reader import Message, Prompt, PromptReader
 from specbatch.engine.requests.submissions import Params, Source, TimedSource, submissions
 from specbatch.engine.scoring import Likelihood, OnScore, Pair
@@ -80,9 +80,7 @@ class InferenceEngine(ABC):
         call samples the same answers again. Their completions and their rows in the record have `seed` None.
         """
         done: dict[tuple[int, int], Completion] = {}
-        stream = self.stream(
-            prompts, params, concurrency=concurrency, arrivals=arrivals, request_ids=request_ids, text=False
-        )
+        stream = self._open(prompts, params, concurrency, arrivals, request_ids, "completions")
         with closing(stream) as events:
             for event in events:
                 if event.completion is not None:
@@ -109,6 +107,17 @@ class InferenceEngine(ABC):
         a prompt that cannot run then raises SpecbatchError when it is reached. `text=False` leaves the `text` of events
         empty and saves the time to decode it.
         """
+        return self._open(prompts, params, concurrency, arrivals, request_ids, "text" if text else "tokens")
+
+    def _open(
+        self,
+        prompts: Iterable[Prompt],
+        params: Params,
+        concurrency: int | None,
+        arrivals: Sequence[float] | None,
+        request_ids: Iterable[str] | None,
+        detail: Detail,
+    ) -> Events:
         if concurrency is not None:
             at_least("concurrency", concurrency, 1)
         if arrivals is not None and (
@@ -119,9 +128,9 @@ class InferenceEngine(ABC):
         self._require("ready")
         requests = submissions(prompts, params, request_ids, self._prompts.read)
         if concurrency is None:
-            lazy = 2 * self.config.max_running * self.config.data_parallel
+            lazy = 2 * self.caps["max_running"] * self.config.data_parallel
             concurrency = sys.maxsize if isinstance(prompts, Sequence) else lazy
-        return self._work(TimedSource(requests, arrivals), concurrency, text)
+        return self._work(TimedSource(requests, arrivals), concurrency, detail)
 
     @_ACCEPTS
     def stream_async(
@@ -221,7 +230,7 @@ class InferenceEngine(ABC):
     # -- inside -----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _work(self, source: Source, concurrency: int, text: bool) -> Events:
+    def _work(self, source: Source, concurrency: int, detail: Detail) -> Events:
         """Run what the source has, at most `concurrency` requests at a time."""
 
     def _require(self, state: str) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
+from specbatch.config.job_size import JobSize
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.files.text_files import UnreadableError
@@ -175,6 +176,13 @@ class BatchJob:
     @property
     def total(self) -> int:
         return self.found.rows
+
+    @property
+    def size(self) -> JobSize:
+        """What is known of the rows that are left, before they are encoded."""
+        found, answers = self.found, max(self.found.answers, 1)
+        left = answers * (found.rows - len(self.finished)) // max(found.rows, 1)
+        return JobSize(max(left, 1), max(found.prompt_tokens / answers, 1), max(found.new_tokens / answers, 1))
 
     @property
     def is_batch(self) -> bool:

@@ -30,6 +30,7 @@ _encode: Callable[[Any, int], Iterable[str]] = c_make_encoder(
     None, json.JSONEncoder().default, encode_basestring_ascii, None, ": ", ", ", False, False, True
 )
 SHOWN = 20  # malformed lines that are listed one by one
+CHARACTERS = 4  # of JSON per token of a text, about
 
 
 @dataclass
@@ -75,6 +76,8 @@ class InputScan:
     sha256      of the rows
     duplicates  indices of rows with the id of an earlier row, if ids must be unique
     present     columns that only some outputs have
+    answers     wanted in all, each sample of a row
+    prompt_tokens, new_tokens  in all: an estimate of the prompts, and the most that answers may have
     """
 
     rows: int = 0
@@ -83,6 +86,9 @@ class InputScan:
     duplicates: frozenset[int] = frozenset()
     present: set[str] = field(default_factory=set)
     id_types: set[str] = field(default_factory=set)
+    answers: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
 
     @property
     def id_type(self) -> str | None:
@@ -109,7 +115,12 @@ def scan(form: JobFormat, bad: BadLines, report: Report | None = None) -> InputS
             continue
         found.rows += 1
         found.end = row.index + 1
-        digest.update("".join(_encode(row.identity, 0)).encode() + b"\n")
+        identity = "".join(_encode(row.identity, 0))
+        digest.update(identity.encode() + b"\n")
+        if isinstance(row, JobRow):
+            found.answers += row.params.n
+            found.prompt_tokens += row.params.n * _tokens_in(identity)
+            found.new_tokens += row.params.n * row.params.max_new_tokens
         if row.id is not None:
             found.id_types.add(_type_of(row.id))
             found.present.add("id")
@@ -150,6 +161,12 @@ def rendered_ahead(
         if conversations:
             engine.tokenizer.render_ahead(conversations)
         yield from taken
+
+
+def _tokens_in(identity: str) -> int:
+    """About how many tokens a prompt has, whose text or token ids take most of this JSON."""
+    numbers = identity.count(",")  # of token ids there is one in five to eight characters, in a text one in fifty
+    return numbers if 10 * numbers > len(identity) else len(identity) // CHARACTERS
 
 
 def _later_ones(ids: array[int], places: array[int]) -> frozenset[int]:

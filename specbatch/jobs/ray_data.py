@@ -4,14 +4,14 @@ config = EngineConfig("Qwen/Qwen3-8B", speculation=Speculation("ngram", "v2"))
 answers = ray.data.read_parquet("prompts/").map_batches(
     GenerateBatch,
     fn_constructor_args=(config, SamplingParams(max_new_tokens=256)),
-    batch_size=512,
+    batch_size=8192,
     num_gpus=1,
     concurrency=(1, 8),
 )
 
 Ray Data starts the actors, each with an engine, and runs the batches of one that is lost again. Between two batches an
-engine empties, so a batch should have many times `max_running` rows. `specbatch generate --distributed ray` keeps
-engines full, and continues an interrupted job row by row.
+engine empties, so a batch should have many times `max_running` rows, which is up to 1,024 on a GPU. `specbatch
+generate --distributed ray` keeps engines full, and continues an interrupted job row by row.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from specbatch.config.draft_shape import AUTO
 from specbatch.errors import SpecbatchError, refuse
+from specbatch.memory.capacity import Capacity, choose, most_that_fit, usual_fraction
 from specbatch.memory.page_pool import pages_for, reserved_length
 
 if TYPE_CHECKING:
@@ -22,10 +24,15 @@ _CACHED_STATES_SHARE = 8  # cached states take at most an eighth of the memory f
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes and capacities of an engine. `kv_pages` is the size of the pool; `wanted_pages` is what
-    max_running requests of max_model_len tokens could need. `target_page_bytes`: of a page's bytes those of the
-    target, which are in the pool of another engine if this one `borrows` it (see `MemoryShare`)."""
+    """Bytes and capacities of an engine. `reasons` says why settings that were "auto" have their values. `kv_pages` is
+    the size of the pool; `wanted_pages` is what max_running requests of max_model_len tokens could need.
+    `target_page_bytes`: of a page's bytes those of the target, which are in the pool of another engine if this one
+    `borrows` it (see `MemoryShare`)."""
 
+    max_running: int
+    prefill_chunk: int
+    memory_fraction: float
+    reasons: dict[str, str]
     available: int
     weights: int
     draft_weights: int
@@ -58,6 +65,8 @@ class MemoryPlan:
 
     def lines(self, ranks: int = 1) -> Iterator[str]:
         """The plan as lines of the log. ranks: devices that each have this plan."""
+        for name, why in self.reasons.items():
+            yield f"{name}: {getattr(self, name)} (auto: {why})"
         each = f" of each of {ranks} ranks" if ranks > 1 else ""
         yield f"memory budget{each}: {size_text(self.available)}"
         yield f"  weights    {size_text(self.weights)}"
@@ -88,7 +97,8 @@ class MemoryPlan:
         more = f", graphs {size_text(self.graphs)}" if self.graphs else ""
         return SpecbatchError(
             f"out of memory while {doing}: {size_text(self.available)} were planned for ({parts}, workspace "
-            f"{size_text(self.workspace)}{more}); use a lower memory_fraction, kv_pages, max_running or prefill_chunk"
+            f"{size_text(self.workspace)}{more}); use a lower memory_fraction ({self.memory_fraction:g} now), kv_pages "
+            f"({self.kv_pages}), max_running ({self.max_running}) or prefill_chunk ({self.prefill_chunk})"
         )
 
 
@@ -143,6 +153,15 @@ def available_memory(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+class _Taken(NamedTuple):
+    """Bytes that the engine's capacity decides."""
+
+    workspace: int
+    states: int
+    corpus: int
+    graphs: int
+
+
 def plan_memory(
     config: EngineConfig,
     *,
@@ -158,52 +177,77 @@ def plan_memory(
     vocabulary: int,
     rows: int,
     token_bytes: int = 0,
-    temporary: int = 0,
+    temporary: Callable[[int], int] = lambda running: 0,
     corpus_bytes: Callable[[int], int] = lambda running: 0,
     grammars: int = 0,
-    graphs: int = 0,
+    graph_bytes: Callable[[int, int], int] = lambda running, chunk: 0,
+    is_sparse: bool = False,
     share: MemoryShare = EXCLUSIVE,
 ) -> MemoryPlan:
-    """Decide the size of the KV pool and the longest request.
+    """Decide what is "auto", the size of the KV pool and the longest request.
 
     All sizes are in bytes. free: free memory of the device; model_len: positions the model supports; page_bytes: one
     page in all caches; target_page_bytes: in the target's; state_bytes: recurrent states of one device row;
     cached_state_bytes: those of one prefix; rows: query rows of a verify; token_bytes: activations of one token in a
-    pass; temporary: the largest other tensor of a pass; corpus_bytes: the corpus with so many tokens in all slots;
-    grammars: their tables; graphs: CUDA graphs; share: this engine's share, of which only the first includes `weights`.
+    pass; temporary: other tensors of a pass with so many requests; corpus_bytes: the corpus with so many tokens in all
+    slots; grammars: their tables; graph_bytes: CUDA graphs for so many requests and tokens of a pass; is_sparse:
+    whether the model is a mixture of experts; share: this engine's share, of which only the first includes `weights`.
     Raises SpecbatchError, naming the setting, if it cannot fit.
     """
     size, slack = config.page_size, reserved_length(0, rows)
     asked_pages = config.kv_pages if share.pages is None else share.pages
     own_bytes = page_bytes - (target_page_bytes if share.borrows else 0)
-    budget = share.budget(free, config.memory_fraction, weights)
+    fraction, reserved = config.memory_fraction, {}
+    if fraction == AUTO:
+        fraction = usual_fraction(free, on_cpu=on_cpu)
+        reserved["memory_fraction"] = f"{size_text(free - int(fraction * free))} of {size_text(free)} free are left"
+    budget = share.budget(free, fraction, weights)
     weights = weights if share.index == 0 else 0
-    # Three copies of the logits of a full batch: raw, float32, and sorted or as probabilities.
-    workspace = 3 * 4 * vocabulary * config.max_running * rows
     longest = min(config.max_model_len or model_len, model_len)
-    # Tokens and page table of every slot, 8 bytes each.
-    tokens = (config.max_running + 1) * (longest + slack + 1)
-    workspace += 8 * tokens * (size + 1) // size
-    corpus = corpus_bytes(tokens)
-    workspace += token_bytes * max(config.prefill_chunk, config.max_running * rows) + temporary
-    states, cached_states = state_bytes * (config.max_running + 1), 0
-    room = budget - weights - draft_weights - states - workspace - corpus - grammars - graphs
+
+    def taken(running: int, chunk: int) -> _Taken:
+        # Three copies of the logits of a full batch: raw, float32, and sorted or as probabilities.
+        workspace = 3 * 4 * vocabulary * running * rows
+        # Tokens and page table of every slot, 8 bytes each.
+        tokens = (running + 1) * (longest + slack + 1)
+        workspace += 8 * tokens * (size + 1) // size
+        workspace += token_bytes * max(chunk, running * rows) + temporary(running)
+        return _Taken(workspace, state_bytes * (running + 1), corpus_bytes(tokens), graph_bytes(running, chunk))
+
+    def left(running: int, chunk: int) -> int:
+        return budget - weights - draft_weights - grammars - sum(taken(running, chunk))
+
+    capacity = choose(
+        config,
+        left,
+        page_bytes=own_bytes if asked_pages is None else 0,
+        least=own_bytes * (asked_pages or pages_for((config.max_model_len or 0) + slack, size)),
+        on_cpu=on_cpu,
+        rows=rows,
+        longest=longest + slack,
+        is_sparse=is_sparse,
+    )
+    running, chunk = capacity.max_running, capacity.prefill_chunk
+    workspace, states, corpus, graphs = taken(running, chunk)
+    room, cached_states = left(running, chunk), 0
+    _check_capacity(config, capacity, lambda running, chunk: left(running, chunk) >= own_bytes, workspace)
     if cached_state_bytes and config.prefix_cache:
-        wished = max(_CACHED_STATES, 2 * config.max_running)
+        wished = max(_CACHED_STATES, 2 * running)
         # The configured capacities come first: cached states are optional.
         pages = asked_pages or pages_for((config.max_model_len or 0) + slack, size)
-        left = min(room // _CACHED_STATES_SHARE, room - pages * own_bytes)
-        cached_states = max(0, min(wished, left // cached_state_bytes))
+        spare = min(room // _CACHED_STATES_SHARE, room - pages * own_bytes)
+        cached_states = max(0, min(wished, spare // cached_state_bytes))
         states, room = states + cached_states * cached_state_bytes, room - cached_states * cached_state_bytes
     if config.max_model_len and config.max_model_len > model_len:
         raise refuse("max_model_len", config.max_model_len, f"the model supports at most {model_len}")
-    wanted = config.max_running * pages_for(longest + slack, size)
+    wanted = running * pages_for(longest + slack, size)
     limit = min(room, _CPU_KV_BYTES) if on_cpu else room
     least_bytes = own_bytes * (slack + 2) // size  # of a request, in pages of one token
     if asked_pages is None and size > longest + slack and own_bytes > limit >= least_bytes:
         works = f"a page takes {size_text(own_bytes)} and {size_text(limit)} are left for KV; use a smaller one"
         raise refuse("page_size", size, works)
     each = f" by each of {share.replicas} replicas" if share.replicas > 1 else ""
+    asked = f"memory_fraction={fraction:g}" + (" (auto)" if reserved else "")
     if room < own_bytes:
         used = f"weights {size_text(weights + draft_weights)}, workspace {size_text(workspace)}"
         used += f", states {size_text(states)}" if states else ""
@@ -215,10 +259,10 @@ def plan_memory(
             if weights + draft_weights > workspace
             else "a lower max_running or prefill_chunk"
         )
-        enough = config.memory_fraction * (budget - room + own_bytes) / max(budget, 1)
+        enough = fraction * (budget - room + own_bytes) / max(budget, 1)
         more = f", or a memory_fraction of at least {1.005 * enough:.3g}" if enough < 1 else ""
         raise SpecbatchError(
-            f"memory_fraction={config.memory_fraction}: {size_text(budget)} of {size_text(free)} free may be used"
+            f"{asked}: {size_text(budget)} of {size_text(free)} free may be used"
             f"{each} and {used} leave no KV page; use {less}{more}"
         )
     if config.kv_pages is not None:
@@ -239,7 +283,7 @@ def plan_memory(
             least = pages_for(slack + 2, size)
             raise refuse("kv_pages", pages, f"with page_size={size} and {rows} verify rows use at least {least}")
         raise SpecbatchError(
-            f"memory_fraction={config.memory_fraction}: of {size_text(free)} free, {size_text(room)} are left "
+            f"{asked}: of {size_text(free)} free, {size_text(room)} are left "
             f"for KV after {size_text(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
         )
     fits = pages * size - slack
@@ -249,6 +293,10 @@ def plan_memory(
         works = f"the KV pool of {pages} pages holds requests of {fits}; use at most that{more}"
         raise refuse("max_model_len", config.max_model_len, works)
     return MemoryPlan(
+        max_running=running,
+        prefill_chunk=chunk,
+        memory_fraction=fraction,
+        reasons=capacity.reasons | reserved,
         available=budget,
         weights=weights,
         draft_weights=draft_weights,
@@ -266,6 +314,21 @@ def plan_memory(
         max_model_len=min(longest, fits),
         page_size=size,
     )
+
+
+def _check_capacity(config: EngineConfig, capacity: Capacity, fits: Callable[[int, int], bool], workspace: int) -> None:
+    """Refuse a `max_running` or `prefill_chunk` that leaves no KV page where a lower one does."""
+    running, chunk = capacity.max_running, capacity.prefill_chunk
+    if fits(running, chunk):
+        return
+    of_running = most_that_fit(lambda count: fits(count, chunk), running)
+    of_chunk = most_that_fit(lambda count: fits(running, count), chunk)
+    for name, value, most in (("max_running", running, of_running), ("prefill_chunk", chunk, of_chunk)):
+        if most and getattr(config, name) == value:
+            works = (
+                f"logits, activations and tables take {size_text(workspace)} and leave no KV page; use at most {most}"
+            )
+            raise refuse(name, value, works)
 
 
 def size_text(count: int) -> str:

@@ -22,6 +22,7 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
 from specbatch.models.formats.format import Shapes
+from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.partition import scores
 from specbatch.models.rope import Rope
@@ -98,16 +99,17 @@ class Decoder:
         of_draft: bool = False,
         ranks: Communicator | None = None,
         to_fp8: bool = False,
+        grouped: GroupedSource | None = None,
         report: Report = lambda done, total: None,
     ) -> None:
         """ends: a model whose embedding and output matrix this one shares; report: called with the number of layers
-        loaded; config, of_draft, ranks, to_fp8, dequantized: see `Reader`."""
+        loaded; config, of_draft, ranks, to_fp8, grouped, dequantized: see `Reader`."""
         self.config = config
         self.aux: tuple[int, ...] = ()
         self.dtype = dtype
         self.device = device
         names = config.names
-        fetch = Reader(config, read, dtype, device, of_draft=of_draft, ranks=ranks, to_fp8=to_fp8)
+        fetch = Reader(config, read, dtype, device, of_draft=of_draft, ranks=ranks, to_fp8=to_fp8, grouped=grouped)
         tables = layer_tables(config, max_positions, dtype, device)
         family = import_module(config.module)
         self.embedding: torch.Tensor = fetch(names.embedding) if ends is None else ends.embedding

@@ -12,10 +12,12 @@ from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized.fp8_linear import quantize_fp8_weight
+from specbatch.kernels.gemm.quantized.grouped import GroupedWeight
 from specbatch.kernels.gemm.quantized.weight import Weight, concat_outputs, stack_experts
 from specbatch.models.config import ModelConfig
 from specbatch.models.formats.format import PLAIN, SCALES, Format, Shape
 from specbatch.models.formats.fp8 import FP8Weights
+from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.partition import RowParallelLinear, VocabParallelHead, part_of, vocabulary_part
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cos and sin [positions, head_dim] of rope
@@ -43,14 +45,17 @@ class Reader:
         of_draft: bool = False,
         ranks: Communicator | None = None,
         to_fp8: bool = False,
+        grouped: GroupedSource | None = None,
     ) -> None:
         """config: of one rank, if the model is divided over `ranks`. of_draft: refuse every tensor with values that are
         not finite, because verification would hide the error. With a target the logits show it, except for small
         tensors that select or weight (decays, routing of experts) and for quantized weights; these are always checked.
-        to_fp8: quantize to FP8 those matrices that the files have unquantized (see `in_fp8`)."""
+        to_fp8: quantize to FP8 those matrices that the files have unquantized (see `in_fp8`). grouped: matrices that
+        are kept as they are there, and not read as tensors."""
         self.config = config
         self.ranks = ranks
         self.to_fp8 = to_fp8
+        self.grouped = grouped
         self.dtype = dtype
         self.device = device
         self.read = read
@@ -97,6 +102,10 @@ class Reader:
 
     def output_matrix(self, name: str, tokens: int, tied: torch.Tensor | None = None) -> Linear:
         """An output matrix [tokens, hidden_size], divided over the ranks by rows. tied: the embedding, if it is one."""
+        if self.grouped is not None:
+            kept = self._in_groups(name if tied is None else self.config.names.embedding)
+            if kept is not None:
+                return kept.linear()
         if self.ranks is None:
             return Linear(self(name, tokens, self.config.hidden_size) if tied is None else tied)
         part = vocabulary_part(self.read(name) if tied is None else tied, self.ranks.rank, self.ranks.size)
@@ -190,6 +199,8 @@ class Reader:
     def _stored(self, name: str, shape: Shape, order: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Weight:
         """A tensor on the device: quantized if it is stored so and the device supports it, else in the reader's
         dtype."""
+        if (kept := self._in_groups(name)) is not None:
+            return kept if order is None else kept.map_outputs(lambda part, rows: order(part))
         if self._format is None or not self._format.is_quantized(name, shape):
             found = Weight(self._plain(name, shape, self.dtype))
         else:
@@ -197,7 +208,17 @@ class Reader:
         if order is not None:
             found = found.map_outputs(lambda part, rows: order(part))
         if found.is_quantized and not (self._format and self._format.keeps(name, self.device)):
-            return Weight(found.dequantize(self.dtype))
+            grouped = found.grouped() if self._format and self._format.keeps_groups(name, self.device) else None
+            return grouped or Weight(found.dequantize(self.dtype))
+        return found
+
+    def _in_groups(self, name: str) -> GroupedWeight | None:
+        """The matrix `name`, if it is kept in groups."""
+        if self.grouped is None or name not in self.grouped.bytes:
+            return None
+        found = self.grouped(name)
+        for part in (found.scales, found.offsets):
+            self.require_finite(name, bool(part.isfinite().all()), part.dtype)
         return found
 
     def _plain(self, name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:

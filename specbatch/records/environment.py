@@ -17,7 +17,7 @@ from specbatch.version import __version__
 def versions() -> dict[str, str]:
     """Versions of Python, of this package and of the libraries it runs on."""
     found = {"python": platform.python_version(), "specbatch": __version__}
-    for name in ("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets"):
+    for name in ("torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets", "llvmlite"):
         if (version := _version(name)) is not None:
             found[name] = version
     return found

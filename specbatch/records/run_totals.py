@@ -46,9 +46,12 @@ class TimeSample:
         self._buckets: Counter[int] = Counter()
 
     def extend(self, values: Sequence[float]) -> None:
+        if not values:
+            return
         self.count += len(values)
-        self._sum += sum(values)
-        self._largest = max(self._largest, *values) if values else self._largest
+        found = np.asarray(values, np.float64)
+        self._sum += float(found.sum())
+        self._largest = max(self._largest, float(found.max()))
         self._values.extend(values)
         if self.count > EXACT_TIMES and len(self._values) > _BLOCK:
             self._sort_in()

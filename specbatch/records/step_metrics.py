@@ -43,10 +43,10 @@ OF_STEPS = (
         "device_idle_share",
         "device idle",
         "%",
-        "Share of the time that the device waits between iterations that follow each other without a prefill. If the "
-        "device was already idle, the time of the launch call is not counted as idle. Not measured without a CUDA "
+        "Share of the time that the device waits between iterations and prefill passes while there are requests. If "
+        "the device was already idle, the time of the launch call is not counted as idle. Not measured without a CUDA "
         "device.",
-        "gaps / (gaps + iterations)",
+        "gaps / (gaps + iterations + prefill passes)",
         better="lower",
         of_steps=lambda run: run.idle_share,
         sweep=9,

@@ -33,6 +33,8 @@ class Counters:
     device_gaps: int = 0
     sharing_iterations: int = 0  # that read prefixes which requests share once
     shared_tokens: int = 0  # summed over those: whose keys a layer would else have read again
+    prefill_device_s: float = 0.0  # device time of prefill passes before iterations, launches within a pass included
+    prefill_idle_s: float = 0.0  # device time between these passes and what was launched before and after them
     # By the number of requests, as text: iterations and their seconds. Device time and the gap before it where known;
     # without a CUDA device the host's time for launching and waiting.
     steps_by_rows: dict[str, list[float]] = field(default_factory=dict)
@@ -40,6 +42,23 @@ class Counters:
     # and the same by bucket and by the mean context of the requests, as the power of two at or below it.
     draft_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     draft_lengths_by_context: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+
+    def add_pass(self, seconds: float, gap: float | None) -> None:
+        """Add a prefill pass and the gap before it, if that is known."""
+        self.prefill_device_s += seconds
+        self.prefill_idle_s += gap or 0.0
+
+    def add_device_step(self, seconds: float, gap: float | None, *, follows: bool) -> float:
+        """Add an iteration and the gap before it, if that is known. follows: directly after another iteration. Returns
+        its seconds, with the gap if it follows."""
+        self.device_s += seconds
+        self.device_steps += 1
+        if gap is None or not follows:
+            self.prefill_idle_s += gap or 0.0
+            return seconds
+        self.device_idle_s += gap
+        self.device_gaps += 1
+        return seconds + gap
 
     def add_step(self, rows: int, seconds: float) -> None:
         entry = self.steps_by_rows.setdefault(str(rows), [0, 0.0])
@@ -83,12 +102,16 @@ class Steps:
 
     @property
     def idle_share(self) -> float | None:
-        """Gaps are measured for some of the steps; the others are assumed to have the same mean."""
+        """In records without the time of prefill passes, all steps are assumed to have the mean gap of those that
+        follow each other."""
         gap = self.mean("device_idle_s", "device_gaps")
         if gap is None:
             return None
-        idle = gap * self.counters["device_steps"]
-        return float(idle / (idle + self.counters["device_s"]))
+        counters, idle = self.counters, gap * self.counters["device_steps"]
+        busy = counters["device_s"] + counters.get("prefill_device_s", 0.0)
+        if "prefill_idle_s" in counters:
+            idle = counters["device_idle_s"] + counters["prefill_idle_s"]
+        return float(idle / (idle + busy))
 
     @property
     def graph_coverage(self) -> float | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch import weights
 from specbatch.config.engine_config import EngineConfig
 from specbatch.engine.interface import Events, InferenceEngine
-from specbatch.engine.requests.open_requests import StreamEvent
+from specbatch.engine.requests.open_requests import Detail, StreamEvent
 from specbatch.engine.requests.prompt_reader import PromptReader
 from specbatch.engine.requests.submissions import Source
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, checked_pairs
@@ -82,7 +82,7 @@ class DataParallelEngine(InferenceEngine):
             if self._owns_pool:
                 self._pool.close()
             raise
-        self.config = replace(built.config, data_parallel=config.data_parallel)
+        self.config = replace(built.config, data_parallel=config.data_parallel, job=config.job)
         self.caps = built.caps
         self._prompts = PromptReader(self.tokenizer, checkpoint.config, self.caps)
         self._streams = count()
@@ -137,12 +137,12 @@ class DataParallelEngine(InferenceEngine):
 
     # -- inside -----------------------------------------------------------------------------------------------
 
-    def _work(self, source: Source, concurrency: int, text: bool) -> Events:
+    def _work(self, source: Source, concurrency: int, detail: Detail) -> Events:
         with self._state_lock:
             self._require("ready")
             self._state = "busy"
         self._aborts.clear()
-        stream = ReplicaStream(next(self._streams), self._pool, self._number, 2 * self.config.max_running)
+        stream = ReplicaStream(next(self._streams), self._pool, self._number, 2 * self.caps["max_running"])
         completed = False
         try:
             while source.is_open or stream.unfinished:
@@ -156,7 +156,7 @@ class DataParallelEngine(InferenceEngine):
                 by_clock = source.is_open and stream.unfinished < concurrency
                 for done, arrived in stream.receive(ARRIVAL_S if by_clock else ABORT_S):
                     self._window.complete_request(done, arrived)
-                    shown = done.text if text else ""
+                    shown = done.text if detail == "text" else ""
                     yield StreamEvent(done.index, done.token_ids, done, shown, done.sample, done.request_id)
                 self._require("busy")
             completed = True
@@ -174,7 +174,8 @@ class DataParallelEngine(InferenceEngine):
 def of_one(config: EngineConfig, share: MemoryShare) -> tuple[EngineConfig, MemoryShare]:
     """The configuration of one replica and its share of the memory, which on a CPU the replicas divide."""
     divided = config.data_parallel if device_type(config.device) == "cpu" else 1
-    return replace(config, data_parallel=1), replace(share, replicas=divided)
+    job = config.job.of_one(config.data_parallel)
+    return replace(config, data_parallel=1, job=job), replace(share, replicas=divided)
 
 
 def engine_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +26,8 @@ Program = Callable[[], None]
 # Results that may be in flight at the same time: one being computed, one being copied, one being read.
 RING = 4
 SHORT_TOKENS = 2048  # prefill passes of up to so many are recorded as a whole, too, with and without a prefix
+LONG_TOKENS = 8192  # passes of more are not recorded in any case
+LAYER_WORK = 0.6e12  # operations of a layer: 1 ms on an H200, where the host launches a layer in 0.7 ms
 
 
 class Result(NamedTuple):
@@ -71,9 +73,14 @@ class Recorder:
     rehearsal (see `parallel_compilation`) programs run on the host only, and what is recorded does nothing.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device, *, may_leave_out: bool = True) -> None:
+        """may_leave_out: without enough memory, what takes most of it is left out; ranks all record the same."""
+        self._may_leave_out = may_leave_out
+        self._take_pool()
         self._stream = torch.cuda.Stream(device)
+
+    def _take_pool(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, program: Program) -> None:
         """Run once, for what is compiled or allocated on first use."""
@@ -84,6 +91,39 @@ class Recorder:
         with torch.cuda.stream(self._stream):
             program()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record_each(
+        self, buckets: list[int], record: Callable[[int], None], forget: Program, left_out: list[int]
+    ) -> Iterator[None]:
+        """Record every bucket, the largest first: the others fit into the memory it leaves. Without enough memory it
+        begins again with half of the largest, and moves those above from `buckets` to `left_out`.
+
+        forget: drops all recordings of these buckets. Raises torch.OutOfMemoryError if not even the smallest fits."""
+        waiting = buckets.copy()
+        while waiting:
+            if self._fits(record, waiting[-1]):
+                waiting.pop()
+                yield
+                continue
+            forget()
+            count = bisect_right(buckets, buckets[-1] // 2)
+            if not count:
+                raise torch.OutOfMemoryError(f"no memory for a graph of {buckets[-1]} requests or tokens")
+            left_out += buckets[count:]
+            del buckets[count:]
+            waiting = buckets.copy()
+            torch.cuda.empty_cache()
+            self._take_pool()  # the one of before is gone if no graph holds it
+
+    def _fits(self, record: Callable[[int], None], bucket: int) -> bool:
+        """Record a bucket if there is enough memory. When this returns, no frame of an error holds tensors."""
+        try:
+            record(bucket)
+        except torch.OutOfMemoryError:
+            if not self._may_leave_out:
+                raise
+            return False
+        return True
 
     def record(self, program: Program) -> Program:
         """Record what `program` launches; returns its replay. `torch.cuda.graph` would collect garbage at every
@@ -134,9 +174,31 @@ def graph_bytes(
 
 
 def batch_buckets(most: int) -> list[int]:
-    """Recorded batch sizes: 1, 2, 4, 8, then steps of 8, 16 and 32, up to `most`."""
-    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, most, 32)]
+    """Recorded batch sizes: 1, 2, 4, 8, then steps of 8, 16 and 32, up to `most`; from 512 on a sixteenth to an eighth.
+
+    A recording takes some 0.08 s at start. A padded row of an 8B model takes up to 15 us on an H200: where a step of
+    512 to 1,024 requests takes 15 to 25 ms, 64 rows apart cost 2% on average while a batch drains, and nothing while it
+    is full. A job of a thousand steps would have to run on half of them to gain from buckets half as far apart.
+    """
+    sizes = [1, 2, 4, *range(8, 32, 8), *range(32, 64, 16), *range(64, 512, 32)]
+    start = 512
+    while start < most:
+        sizes += range(start, 2 * start, start // 8)
+        start *= 2
     return [size for size in sizes if size < most] + [most]
+
+
+def recorded_tokens(chunk: int, hidden_size: int, ranks: int = 1) -> int:
+    """Tokens of the largest prefill pass that is recorded, of passes of up to `chunk`.
+
+    A recording saves nothing where the device needs longer than the host launches: it takes start-up time, static
+    tensors and padding. A layer has about 24 * hidden_size^2 operations per token, divided over `ranks`. On an H200
+    passes of an 8B model (4096) are as fast without graphs from 1,024 tokens on, of a 0.6B model (1024) from 8,192.
+    """
+    most = SHORT_TOKENS
+    while most < LONG_TOKENS and most * 24 * hidden_size**2 < LAYER_WORK * ranks:
+        most *= 2
+    return min(chunk, most)
 
 
 def token_buckets(most: int) -> list[int]:
@@ -153,7 +215,9 @@ def bucket_of(sizes: list[int], count: int) -> int:
 
 @runtime_checkable
 class Recordings(Protocol):
-    """Something that is recorded before work begins, bucket by bucket."""
+    """Something that is recorded before work begins, bucket by bucket. left_out: buckets without enough memory."""
+
+    left_out: list[int]
 
     def capture(self) -> Iterator[None]:
         """Record everything; yields once per bucket."""
@@ -170,7 +234,8 @@ class WholeGraphs:
 
     Greedy steps in which all requests draft are recorded before work begins, and those in which the fewest do; others
     when they are first asked for. So are those that share prefixes, but for the largest batch, which decides how much
-    memory they take: few jobs need them, and each takes about 30 ms. Their kernels are compiled before.
+    memory they take, and where the number of drafts is chosen as the engine runs, all but the smallest number at
+    batches that are no power of two: few jobs need them, and each takes about 30 ms. Their kernels are compiled before.
     """
 
     def __init__(
@@ -190,6 +255,7 @@ class WholeGraphs:
         self.counters = GraphCounters()
         self._run = run
         self.recorder = recorder
+        self.left_out: list[int] = []
         self._buckets = batch_buckets(most)
         # Numbers of drafts and of requests that draft, for each bucket that is recorded before work begins.
         self._kinds: dict[int, list[tuple[int, int | None]]] = {
@@ -214,15 +280,29 @@ class WholeGraphs:
         self._rings: dict[str, torch.Tensor] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._kinds.values()))
+        return len(self._buckets)
+
+    @property
+    def most(self) -> int:
+        """The largest batch."""
+        return self._buckets[-1]
+
+    @property
+    def recorded(self) -> int:
+        """How many recordings there are."""
+        return len(self._graphs)
 
     def capture(self) -> Iterator[None]:
-        for bucket in reversed(self._buckets):  # the largest first: the others fit into the memory it leaves
-            for num_drafts, drafting in reversed(self._kinds[bucket]):
-                if self._may_share and (is_rehearsing() or bucket == self._buckets[-1]):
-                    self._capture(bucket, num_drafts, drafting, SamplingFlags(), shares=True)
-                self._capture(bucket, num_drafts, drafting, SamplingFlags())
-                yield
+        yield from self.recorder.record_each(self._buckets, self._capture_kinds, self._graphs.clear, self.left_out)
+
+    def _capture_kinds(self, bucket: int) -> None:
+        kinds = self._kinds[bucket]
+        if bucket & (bucket - 1) and bucket < self._buckets[-1] and not is_rehearsing():
+            kinds = kinds[:1]
+        for num_drafts, drafting in reversed(kinds):
+            if self._may_share and (is_rehearsing() or bucket == self._buckets[-1]):
+                self._capture(bucket, num_drafts, drafting, SamplingFlags(), shares=True)
+            self._capture(bucket, num_drafts, drafting, SamplingFlags())
 
     def __call__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,13 +11,17 @@ import torch
 
 from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention
 from specbatch.kernels.collectives.communicator import Communicator
+from specbatch.kernels.common.native import missing
 from specbatch.kernels.gemm.linear import is_blocked
+from specbatch.kernels.gemm.quantized.grouped import runs_on as has_grouped_gemm
 from specbatch.memory.kv_cache import KVCache
+from specbatch.memory.planner import size_text
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, parameter_count, tensor_shapes, weight_shapes
 from specbatch.models.formats.format import Format, MatrixShape, Shapes
 from specbatch.models.formats.fp8 import FP8Weights
+from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.partition import rows_per_rank
 from specbatch.models.weight_reader import Reader
 from specbatch.progress.bars import Stages
@@ -30,8 +34,12 @@ if TYPE_CHECKING:
 C = TypeVar("C", bound=ModelConfig)
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Memory that a model's weights take once they are loaded."""
+def weight_bytes(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, grouped: GroupedSource | None = None
+) -> int:
+    """Memory that a model's weights take once they are loaded. grouped: see `kept_groups`."""
+    if grouped is not None:
+        return _with_groups(config, dtype, grouped.bytes)
     count = parameter_count(config)
     if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
         count += rows_per_rank(config.vocab_size, config.ranks) * config.hidden_size
@@ -39,16 +47,45 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
 
 
+def _with_groups(config: ModelConfig, dtype: torch.dtype, kept: Mapping[str, int]) -> int:
+    """`weight_bytes` if the matrices `kept` take so much. The embedding is a table beside the output matrix."""
+    whole = {name: math.prod(shape) * dtype.itemsize for name, shape in weight_shapes(config).items()}
+    table = config.names.embedding
+    head = {"tied": kept.get(table, 0)} if config.tie_embeddings else {}
+    return sum((whole | {name: size for name, size in kept.items() if name != table} | head).values())
+
+
+def kept_groups(
+    checkpoint: Checkpoint, device: torch.device, ranks: Communicator | None, *, to_fp8: bool = False
+) -> GroupedSource | None:
+    """What a model keeps in groups on this device. A model that is divided, or quantized at load, keeps none."""
+    return checkpoint.grouped if ranks is None and not to_fp8 and has_grouped_gemm(device) else None
+
+
+def grouped_line(checkpoint: Checkpoint, device: torch.device, kept: GroupedSource | None) -> str | None:
+    """A log line on how such matrices were loaded on a CPU."""
+    if checkpoint.grouped is None or device.type != "cpu":
+        return None
+    if kept is None:
+        return f"quantized weights of {checkpoint.name}: dequantized" + (f", as {why}" if (why := missing()) else "")
+    config = checkpoint.config
+    sizes = [size for name, size in kept.bytes.items() if config.tie_embeddings or name != config.names.embedding]
+    return f"quantized weights of {checkpoint.name}: {len(sizes)} matrices kept, {size_text(sum(sizes))}"
+
+
 def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
     """Weights that stay quantized in memory, and their bytes including scales."""
     stored = config.format_except_ends
-    if stored is None or not stored.runs_on(device):
+    if stored is None:
         return {}
-    return {
-        name: stored.memory(shape)
-        for name, shape in weight_shapes(config).items()
-        if stored.is_quantized(name, shape) and stored.keeps(name, device) and not config.may_dequantize(name, shape)
-    }
+    found = {}
+    for name, shape in weight_shapes(config).items():
+        if stored.is_quantized(name, shape) and not config.may_dequantize(name, shape):
+            if stored.keeps(name, device):
+                found[name] = stored.memory(shape)
+            elif stored.keeps_groups(name, device):
+                found[name] = stored.group_memory(shape) or 0
+    return found
 
 
 def saved_by_fp8(config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> int:
@@ -64,7 +101,8 @@ def saved_by_fp8(config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> int
 
 def dequantized_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Memory of the largest weight that is dequantized for a GEMM of many rows."""
-    if config.quantization is None or not config.quantization.dequantizes_for_gemm:
+    stored = config.quantization
+    if stored is None or not stored.dequantizes_for_gemm or not stored.runs_on(device):
         return 0
     kept, shapes = kept_quantized(config, device), weight_shapes(config)
     joined = 2  # weights of one matrix: gate and up
@@ -95,8 +133,9 @@ def quantization_lines(
     name, device = str(model.dtype).removeprefix("torch."), model.device
 
     def stored(form: Format | type[Format]) -> str:
-        kept = "kept" if form.runs_on(device) else f"dequantized to {name}, as this device has no {form.name} GEMM"
-        return f"{form.name} weights: {kept}"
+        if form.runs_on(device) or (isinstance(form, Format) and form.keeps_groups("", device)):
+            return f"{form.name} weights: kept"
+        return f"{form.name} weights: dequantized to {name}, as this device has no {form.name} GEMM"
 
     if loads[0] and model.config.quantization is not None:
         line = stored(model.config.quantization)
@@ -160,6 +199,7 @@ class Loader:
             of_draft=of_draft,
             ranks=self.ranks,
             to_fp8=of_draft and self.draft_to_fp8,
+            grouped=kept_groups(checkpoint, self.device, self.ranks, to_fp8=of_draft and self.draft_to_fp8),
             report=self.progress,
         )
 

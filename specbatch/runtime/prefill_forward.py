@@ -3,7 +3,7 @@
 Piecewise graphs record the segments between attention (or recurrent) operations, which run eagerly. The host needs some
 milliseconds to launch the segments and operations, as long as a device needs for some hundred tokens of a large model,
 and a thousand of a small one. Short passes therefore have one graph of their own, attention included: with a prefix,
-whose keys are read from the cache, and without one.
+whose keys are read from the cache, and without one. Long passes keep the device busy without graphs.
 """
 
 from __future__ import annotations
@@ -100,8 +100,9 @@ class PiecewiseGraphs:
         *,
         needs_all_hidden: bool,
     ) -> None:
-        """most: tokens of the largest pass; page_table, tokens: those that all passes use; needs_all_hidden: the last
-        hidden states of all tokens are needed, so that what follows the last operation is recorded, too."""
+        """most: tokens of the largest pass that is recorded; page_table, tokens: those that all passes use;
+        needs_all_hidden: the last hidden states of all tokens are needed, so that what follows the last operation is
+        recorded, too."""
         config = model.config
         mixers = [layer.mixer for layer in model.layers]
         self.counters = GraphCounters()
@@ -113,6 +114,7 @@ class PiecewiseGraphs:
         # Layers of a pass in segments: those after the ones that store keys compute few rows, eagerly. A short pass
         # takes less time in one graph with all layers.
         self._in_segments = len(mixers) if needs_all_hidden or model.aux else model.first_reader
+        self.left_out: list[int] = []
         self._buckets = token_buckets(most)
         # Until they are recorded they do nothing, and a pass runs what is between them.
         count = self._in_segments + needs_all_hidden
@@ -146,20 +148,25 @@ class PiecewiseGraphs:
         return len(self._buckets)
 
     def capture(self) -> Iterator[None]:
+        record = partial(self._record, self.unlike(len(self._model.layers)))
+        yield from self._recorder.record_each(self._buckets, record, self._forget, self.left_out)
+
+    def _forget(self) -> None:
+        self._segments.clear()
+        self._wholes.clear()
+
+    def _record(self, all_unlike: list[int], bucket: int) -> None:
+        if (bucket, True) not in self._spans:
+            self._record_segments(bucket)
+            return
         layers = len(self._model.layers)
-        all_unlike = self.unlike(layers)
-        for bucket in reversed(self._buckets):
-            if (bucket, True) in self._spans:
-                for key in ((bucket, True), (bucket, False)):
-                    programs, spans = list(self._programs(bucket, layers)), self._spans[key]
-                    self._recorder.warm(partial(self._run_whole, programs, all_unlike, bucket, spans))
-                    whole = partial(self._run_whole, programs, range(layers), bucket, spans)
-                    self._wholes[key] = self._recorder.record(whole)
-                if not is_rehearsing():
-                    del self._segments[bucket]  # recorded when a pass of many sequences first needs them
-            else:
-                self._record_segments(bucket)
-            yield
+        for key in ((bucket, True), (bucket, False)):
+            programs, spans = list(self._programs(bucket, layers)), self._spans[key]
+            self._recorder.warm(partial(self._run_whole, programs, all_unlike, bucket, spans))
+            whole = partial(self._run_whole, programs, range(layers), bucket, spans)
+            self._wholes[key] = self._recorder.record(whole)
+        if not is_rehearsing():
+            self._segments.pop(bucket, None)  # recorded when a pass of many sequences first needs them
 
     def __call__(
         self, metadata: PrefillMetadata, rows: Sequence[int] | None = None, tokens: torch.Tensor | None = None
@@ -170,6 +177,9 @@ class PiecewiseGraphs:
         self._cache.begin(spans)
         if metadata.embedding_overrides(self._model.embedding) is not None:
             self.counters.fall_back("embeddings")  # the recorded segments look up every token
+            return _run_eagerly(self._model, self._cache, metadata, rows, tokens)
+        if count > self._buckets[-1]:
+            self.counters.fall_back("long pass")
             return _run_eagerly(self._model, self._cache, metadata, rows, tokens)
         bucket = bucket_of(self._buckets, count)
         key = bucket, spans.fresh

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from specbatch.errors import refuse
 from specbatch.files.text_files import read_json
 from specbatch.models.config import ModelConfig
+from specbatch.models.formats.grouped import GroupedSource
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +26,7 @@ class Checkpoint(Protocol):
     origin  where it came from, for the log
     bytes   size of its tensors as stored
     mtp     name -> shape of the MTP draft head stored in the same files, empty without one
+    grouped the matrices that the files have in groups of whole numbers and `tensor` has dequantized; None without such
     cache   name -> shape of what the files have for an FP8 KV cache (`read_cache_scales`), usually empty
     """
 
@@ -33,6 +35,7 @@ class Checkpoint(Protocol):
     config: ModelConfig
     bytes: int
     mtp: dict[str, tuple[int, ...]]
+    grouped: GroupedSource | None
     cache: dict[str, tuple[int, ...]]
 
     def names(self) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes, weight_shapes
+from specbatch.models.formats.grouped import GroupedSource
 from specbatch.text.tokenizer import ByteTokenizer, Tokenizer
 from specbatch.weights.shapes import SHAPES
 
@@ -52,6 +53,7 @@ class DummyCheckpoint:
         self.name = name
         self.origin = f"random weights, seed {seed}"
         self.mtp: dict[str, tuple[int, ...]] = {}
+        self.grouped: GroupedSource | None = None
         self.cache: dict[str, tuple[int, ...]] = {}
         self._seed = seed
         self._device = device

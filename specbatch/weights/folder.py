@@ -15,6 +15,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.cache_scales import is_of_cache
 from specbatch.models.formats.format import SCALES, is_input_scale, scaled
+from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.formats.registry import FILE_TYPES, FORMATS
 from specbatch.models.formats.settings import KEY
 from specbatch.text.tokenizer import Tokenizer
@@ -91,6 +92,7 @@ class FolderCheckpoint:
         self.folder = folder
         self.name = name
         self.origin = origin
+        self.grouped: GroupedSource | None = None
         self._tokenizer = tokenizer
         self._log = log
         if not (folder / "config.json").is_file():

@@ -10,7 +10,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,14 @@ from specbatch.weights.cache import cache_folder, file_hash, keep, staging
 from specbatch.weights.checkpoint import Log
 from specbatch.weights.folder import FolderCheckpoint, check_tensors
 from specbatch.weights.gguf_file import GgufFile, layout_of, read_config, rename
+from specbatch.weights.gguf_groups import grouped_bytes, grouped_weight, has_groups
 from specbatch.weights.gguf_tensors import Stored, dequantize_tensor, join_experts
 
 if TYPE_CHECKING:
     import torch
+
+    from specbatch.kernels.gemm.quantized.grouped import GroupedWeight
+    from specbatch.weights.gguf_header import GgufTensor
 
 SHARD_BYTES = 1 << 30  # size of the files with converted weights, which bounds the memory in use
 FORMAT = "gguf-3"  # the cache's subfolder; raise the number when the conversion changes
@@ -48,6 +52,7 @@ class GgufCheckpoint(FolderCheckpoint):
     ) -> None:
         super().__init__(convert(path, log, sha256), name=name, origin=origin, tokenizer=tokenizer)
         self.path = path
+        self.grouped = _Grouped(path)
         if self.config.rope.source == "rope_parameters":
             self.config = replace(self.config, rope=replace(self.config.rope, source="gguf"))
 
@@ -57,6 +62,31 @@ class GgufCheckpoint(FolderCheckpoint):
 
             write_tokenizer(self.path, self.folder)
         return super().tokenizer()
+
+
+class _Grouped:
+    """The quantized matrices of a file, as a `GroupedSource`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[GgufTensor, int | None]]:
+        """By name in the checkpoint, with the heads by which rows are permuted."""
+        file = GgufFile(self._path)
+        permuted = permuted_heads(layout_of(file), read_config(file))
+        return {
+            name: (stored.parts[0], permuted.get(name.split(".")[-2]))
+            for name, stored in join_experts(file, rename(file)).items()
+            if stored.make is dequantize_tensor and has_groups(stored.parts[0])
+        }
+
+    @cached_property
+    def bytes(self) -> dict[str, int]:
+        return {name: grouped_bytes(tensor) for name, (tensor, _) in self._tensors.items()}
+
+    def __call__(self, name: str) -> GroupedWeight:
+        return grouped_weight(*self._tensors[name])
 
 
 def convert(path: Path, log: Log | None = None, sha256: str | None = None) -> Path:
@@ -107,9 +137,7 @@ def _write(folder: Path, tensors: dict[str, Stored], config: dict[str, Any], lay
     """Write config, index and the dequantized tensors, in files of about SHARD_BYTES, with a few threads."""
     from safetensors.torch import save_file
 
-    permuted = {}
-    if layout.interleaved_qk:
-        permuted = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    permuted = permuted_heads(layout, config)
 
     def converted(name: str) -> torch.Tensor:
         tensor, heads = tensors[name], permuted.get(name.split(".")[-2])
@@ -126,6 +154,13 @@ def _write(folder: Path, tensors: dict[str, Stored], config: dict[str, Any], lay
     index = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2) + "\n"
     (folder / "model.safetensors.index.json").write_text(index)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def permuted_heads(layout: GgufLayout, config: dict[str, Any]) -> dict[str, int]:
+    """The projections whose rows a file has in another order, and their heads."""
+    if not layout.interleaved_qk:
+        return {}
+    return {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
 
 
 def _shards(tensors: dict[str, Stored]) -> list[list[str]]:

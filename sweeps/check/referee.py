@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from specbatch import weights
+from specbatch.config.draft_shape import AUTO
 from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import refuse
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
+from specbatch.memory.capacity import usual_fraction
 from specbatch.memory.planner import available_memory, size_text
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
@@ -46,7 +48,8 @@ def plan_referee(config: EngineConfig, name: str) -> RefereePlan:
     dtype = torch.float32 if name == "float32" else own
     free = available_memory(device)
     need, least = (weight_bytes(model, each, device) for each in (dtype, own))
-    room = int(config.memory_fraction * free)
+    fraction = config.memory_fraction
+    room = int((usual_fraction(free, on_cpu=device.type == "cpu") if fraction == AUTO else fraction) * free)
     if need > room:
         works = f"use same, with {size_text(least)} of weights" if least <= room and dtype != own else "use none"
         found = f"its weights take {size_text(need)} of the {size_text(room)} that may be used on {device}"

@@ -102,7 +102,7 @@ def sampled() -> Iterator[list[Sample]]:
                 samples += filter(None, map(parse, file))
 
 
-def _start(file: IO[str]) -> subprocess.Popen[str] | None:
+def _start(file: IO[str]) -> subprocess.Popen[bytes] | None:
     fields = _known_fields()
     return None if fields is None else subprocess.Popen(_command(fields, f"--loop-ms={SAMPLE_MS}"), stdout=file)
 
@@ -131,8 +131,9 @@ def parse(line: str) -> Sample | None:
     cells = [cell.strip() for cell in line.split(",")]
     if len(cells) != len(Sample._fields) or not line.endswith("\n") or not cells[0].isdigit():
         return None
-    numbers = [_number(cell, float) for cell in cells[1:-1]]
-    return Sample(int(cells[0]), *numbers, int(_number(cells[-1], lambda text: int(text, 16)) or 0))
+    sm, memory, power, temperature, hot = (_number(cell, float) for cell in cells[1:-1])
+    reasons = _number(cells[-1], lambda text: int(text, 16)) or 0
+    return Sample(int(cells[0]), sm, memory, power, temperature, hot, int(reasons))
 
 
 def _number(cell: str, read: Callable[[str], float]) -> float | None:

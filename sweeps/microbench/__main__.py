@@ -27,11 +27,13 @@ from specbatch.sweeps.microbench import (
     cache_accuracy,
     cpu_decode,
     cpu_gemm,
+    cpu_llama,
     cublas_algorithms,
     deterministic,
     equal_rows,
     gemm,
     gemm_tiles,
+    host_step,
     http_client,
     job_memory,
     moe,
@@ -102,7 +104,7 @@ for kernels in (
 for alone in (all_reduce, equal_rows, prefill_kernels, step_kernels):
     _add(alone, needs_cuda=True)
 _add(cpu_gemm, needs_cuda=False, inference=True)
-for engines in (acceptance, cache_accuracy, cpu_decode, http_client, job_memory):
+for engines in (acceptance, cache_accuracy, cpu_decode, cpu_llama, host_step, http_client, job_memory):
     _add(engines, needs_cuda=False)
 app.command("state-sizes", help=state_sizes.__doc__)(state_sizes.main)
 

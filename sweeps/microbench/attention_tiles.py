@@ -16,7 +16,7 @@ import torch
 import typer
 
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout, SharedPrefixes
-from specbatch.kernels.attention.verify.prefix_attention_triton import PrefixWork
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixWork
 from specbatch.kernels.attention.verify.verify_attention_configs import Tile, most_splits, splits_for, tile_for
 from specbatch.kernels.attention.verify.verify_attention_triton import verify_attention
 from specbatch.kernels.common.sizes import multiprocessors

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention, prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import Layout, PrefillAttention, prefill_backend
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.queries import AttentionInputs, PrefillInputs, QKVLayout
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
@@ -26,12 +27,13 @@ HEADS, KV, DIM, HIDDEN, MLP, PAGE = 32, 8, 128, 4096, 12288, 16
 WIDTH = (HEADS + 2 * KV) * DIM
 LAYERS = 36
 GEMMS = {"qkv": (WIDTH, HIDDEN), "o": (HIDDEN, HEADS * DIM), "gate up": (2 * MLP, HIDDEN), "down": (HIDDEN, MLP)}
-BACKENDS = ("triton", "torch")
+BACKENDS = ("gluon", "triton", "torch")
 PROMPTS = {
-    **{f"{count}": [(0, count)] for count in (128, 512, 1024, 2048, 8192)},
+    **{f"{count}": [(0, count)] for count in (128, 512, 1024, 2048, 8192, 16384, 32768)},
     "8 x 1024": [(0, 1024)] * 8,
     "128 after 8192": [(8192, 8320)],
     "1024 after 8192": [(8192, 9216)],
+    "8192 after 8192": [(8192, 16384)],
 }
 
 
@@ -90,12 +92,20 @@ def _attention() -> Iterator[Case]:
     for title, spans in PROMPTS.items():
         variants = {name: (name, PAGE) for name in BACKENDS}
         if spans[0][0]:  # the page size matters only for a cached prefix
-            variants["triton, pages of 64"] = ("triton", 64)
+            variants |= {f"{name}, pages of 64": (name, 64) for name in ("gluon", "triton")}
         calls: dict[str, list[Call]] = {}
         for label, (name, page) in variants.items():
             prompts = [Prompt(spans, page) for _ in range(4)]
             calls[label] = [partial(prompt.run, _backend(name)) for prompt in prompts]
+        if spans == [(0, spans[0][1])]:
+            calls["cuDNN"] = [partial(_cudnn, prompt) for prompt in prompts]
         yield Case({"tokens": title}, calls, flop=prompts[0].flop)
+
+
+def _cudnn(prompt: Prompt) -> torch.Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (prompt.q, prompt.k, prompt.v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
 def _new_lengths() -> Iterator[Row]:
@@ -162,7 +172,7 @@ def _passes() -> Iterator[Case]:
 
 
 def _backend(name: str) -> PrefillAttention:
-    return prefill_backend(name, torch.device("cuda"))
+    return prefill_backend(name, torch.device("cuda"), layout=Layout(torch.bfloat16, DIM, PAGE))
 
 
 def _heads() -> QKVLayout:

@@ -19,7 +19,7 @@ from specbatch.sweeps.report.notes import failures
 from specbatch.sweeps.report.points import load_records, precision_of
 from specbatch.sweeps.run.conversations import Call, ask, label, longest
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
-from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected
+from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected, with_concurrency
 from specbatch.sweeps.run.runner import Measured, save_measured
 from specbatch.sweeps.run.sanity_checks import warnings
 from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
@@ -59,10 +59,7 @@ class SweepOptions(Rounds):
         if self.until_precise is not None and len(configs) < 2:
             works = "a ratio needs a configuration to compare with; use at least two, or --repeats"
             raise refuse("until_precise", f"{100 * self.until_precise:g}%", works)
-        for config in own.values():
-            if config.max_running < (share := -(-most // config.data_parallel)):
-                on = f" on {config.data_parallel} replicas" if config.data_parallel > 1 else ""
-                raise refuse("max_running", config.max_running, f"concurrency {most}{on} needs at least {share}")
+        own = {name: with_concurrency(config, most) for name, config in own.items()}
         length = self.workload.max_model_len
         longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
         return {name: longer.get(name, config) for name, config in configs.items()}

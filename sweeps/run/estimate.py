@@ -111,7 +111,7 @@ def _check_pages(
     lengths = list(longest(options.workload, tokenizer, prompts, params))
     for name, (one, plan, _) in found.items():
         slots = one.draft.kv_slots_per_step(one.config.speculation.num_drafts)
-        caps = {"max_running": one.config.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
+        caps = {"max_running": plan.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
         replicas = engines_of(configs)[name].data_parallel
         caps |= {"verify_slots": slots, "max_model_len": plan.max_model_len}
         check_concurrency(name, caps, replicas, most, lengths)

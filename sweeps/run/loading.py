@@ -8,8 +8,10 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
+from specbatch.config.draft_shape import AUTO
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
+from specbatch.memory.capacity import CPU_RUNNING
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.run.engine_groups import ON_DEVICES, Failed, engines_of, groups_of
@@ -61,6 +63,34 @@ def one_group(configs: Mapping[str, Any]) -> None:
         if len(values := dict.fromkeys(getattr(config, key) for config in own.values())) > 1:
             works = "the workers of a cluster load their engines once; use one number, and compare two sweeps"
             raise refuse(key, ", ".join(map(str, values)), works)
+
+
+def with_concurrency(config: EngineConfig, concurrency: int) -> EngineConfig:
+    """The configuration with a `max_running` for so many requests over all replicas. Refused: a lower one."""
+    share = -(-concurrency // config.data_parallel)
+    if config.max_running == AUTO:
+        return replace(config, max_running=share)
+    if config.max_running < share:
+        on = f" on {config.data_parallel} replicas" if config.data_parallel > 1 else ""
+        raise refuse("max_running", config.max_running, f"concurrency {concurrency}{on} needs at least {share}")
+    return config
+
+
+def most_at_once(configs: Mapping[str, EngineConfig], *, elsewhere: bool) -> int:
+    """The most requests that all configurations can run at once, over all replicas, if they share the memory.
+    elsewhere: engines run on other machines, whose memory is not known here."""
+    from specbatch.engine.setup.memory_plan import memory_plan
+    from specbatch.replicas.engine import of_one
+
+    found: list[int] = []
+    for config in configs.values():
+        if config.max_running != AUTO:
+            found.append(config.max_running * config.data_parallel)
+        elif not elsewhere:
+            share = replace(of_one(config, EXCLUSIVE)[1], count=len(configs))
+            with suppress(SpecbatchError):  # it fails when it is built
+                found.append(memory_plan(check_machine(config), share).max_running * config.data_parallel)
+    return min(found, default=CPU_RUNNING)
 
 
 @contextmanager

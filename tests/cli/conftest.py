@@ -87,7 +87,8 @@ class StubEngine:
         self.shares.append(share)
         self.config, self.tokenizer = config, self.tokenizer_class()
         self.caps: dict[str, Any] = {
-            "max_running": config.max_running, "max_model_len": config.max_model_len or 256,
+            "max_running": 32 if config.max_running == "auto" else config.max_running,
+            "max_model_len": config.max_model_len or 256,
             "kv_pages": self.kv_pages, "page_size": 16, "verify_rows": config.speculation.num_drafts + 1,
             "verify_slots": config.speculation.num_drafts + 1,
             "prefill_chunk": 64, "dtype": "float32", "device": "cpu",

@@ -38,6 +38,7 @@ def evals(monkeypatch):
     class Ready:
         def __init__(self, options):
             seen["options"] = self.options = options
+            self.requests = 60
             self.task = types.SimpleNamespace(generates=True, data_source="some questions", warning="")
 
         def engine_config(self, config):

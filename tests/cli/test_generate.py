@@ -96,6 +96,15 @@ def test_second_interruption_does_not_hide_what_is_kept(generate, engine):
     assert "interrupted; kept 2 finished of 4" in generate(interrupt_after=2).stderr
 
 
+def test_the_engine_is_told_the_size_of_the_job(generate, engine):
+    generate("--max-new-tokens 3", interrupt_after=2)
+    generate("--max-new-tokens 3")
+    assert [config.job.requests for config in engine.built] == [4, 2]
+    assert engine.built[0].job.new_tokens == 3
+    assert 1 <= engine.built[0].job.prompt_tokens <= 10
+    assert engine.built[0].max_running == "auto"
+
+
 def test_interrupted_run_continues(generate, engine, tmp_path):
     """With another concurrency, which does not change the rows."""
     result = generate(interrupt_after=2)

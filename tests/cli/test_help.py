@@ -214,7 +214,6 @@ STATED = {  # numbers that a help text calls the default, and what the code does
     ("train-draft", "vocab"): (Recipe("eagle3").vocabulary(10**6),),
     ("train-draft", "aux_layers"): (default_aux(100)[0],),
     ("send-one", "max_running"): (EngineOptions().config(concurrency=1).max_running,),
-    ("", "max_running"): (EngineOptions().config().max_running,),
     ("", "corpus_min"): (
         Speculation("ngram", corpus="run").corpus_ngram,
         Speculation("standalone", draft="x", corpus="run").corpus_ngram,

@@ -68,7 +68,8 @@ def test_setting_of_speculation_without_speculation_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("max_running", "concurrency", "expected"), [(None, None, 32), (None, 5, 5), (3, 5, 3), (3, None, 3)]
+    ("max_running", "concurrency", "expected"),
+    [(None, None, "auto"), (None, 5, 5), (3, 5, 3), ("3", None, 3), ("auto", 5, "auto")],
 )
 def test_concurrency_sets_max_running_unless_it_is_given(max_running, concurrency, expected):
     assert EngineOptions(max_running=max_running).config(concurrency=concurrency).max_running == expected

@@ -40,7 +40,7 @@ REFUSED = [
     ("eval t --configs v2,v2+piecewise --prefill-graph piecewise", "--prefill-graph='piecewise': v2 and v2+piecewise"),
     ("eval t --configs v1 --spec v2", "spec='v2': --configs runs several; leave it out"),
     ("eval t --configs v1 --ablation", "configs='v1': --ablation is short for one; leave one of them out"),
-    ("eval t --configs v1,v2 --concurrency 8 --max-running 4", "--max-running=4: v1 runs at concurrency 8; use that"),
+    ("eval t --configs v1,v2 --concurrency 8 --max-running 4", "--max-running=4: concurrency 8 needs at least 8"),
     ("eval t --concurrency 1,8", "concurrency='1,8': one number, or several with --configs"),
     ("eval t --repeats 2", "repeats=2: goes with --configs; leave it out"),
     ("eval gsm8k --num-fewshot 0 --data {in}", "line 1 is not JSON", "[" * 100_000),

@@ -101,7 +101,7 @@ def test_configuration_is_frozen_and_serialisable() -> None:
     assert found["kv_pages"] == 7
     assert found["speculation"]["algorithm"] == "ngram"
     assert found["graphs"] == dataclasses.asdict(Graphs())
-    assert {item.name for item in dataclasses.fields(EngineConfig)} == set(found)
+    assert {item.name for item in dataclasses.fields(EngineConfig)} == {*found, "job"}
     assert config == dataclasses.replace(config)
     assert hash(config) == hash(dataclasses.replace(config))
 

@@ -411,7 +411,8 @@ def test_draft_counts_at_its_depth() -> None:
     request = make()
     request.append([2], 1.0)
     request.count_verify(request.append([2, 2], 2.0), drafted=12, accepted=1, depth=3)  # a tree of 12
-    found = request.metrics
+    request.finish_reason = "length"
+    found = request.completion(3.0).metrics
     assert (found.drafted, found.emitted_histogram) == (12, [0, 0, 1, 0, 0])
     assert found.acceptance.as_counters()["drafted"] == [1, 1, 1]
     assert found.acceptance.as_counters()["tried"] == [1, 1, 0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import crossed
+from crossed import crossed, first_quick
 from stand_ins import fake_graphs, no_step_times, planned_draft_lengths, random_draft_lengths, timed_by
 from watched_calls import Watch
 
@@ -17,6 +17,7 @@ from specbatch import Engine, SamplingParams
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.engine_config import Graphs, Speculation
 from specbatch.core.async_copy import StepTimer
+from specbatch.core.sampling import SamplingFlags
 from specbatch.drafters.dflash import DFlashDrafter
 from specbatch.drafters.draft_model import DraftModelChain
 from specbatch.drafters.feature_head import FeatureChain
@@ -112,7 +113,10 @@ def test_the_draft_catches_up_with_a_prefix_that_it_has_not_computed(
         found.clear()
 
 
-@pytest.mark.parametrize(("name", "schedule"), [("eagle3", "v2"), ("eagle", "v1"), ("mtp", "v2"), ("block", "v2")])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    first_quick(2, [("eagle3", "v2"), ("block", "v1"), ("eagle", "v1"), ("mtp", "v2")]),
+)
 def test_drafts_after_catching_up_are_those_of_a_drafter_that_never_idles(
     toy: Any, toy_engine: Callable[..., Engine], watch: Watch, monkeypatch: pytest.MonkeyPatch, name: str, schedule: str
 ) -> None:
@@ -143,6 +147,23 @@ def test_drafts_after_catching_up_are_those_of_a_drafter_that_never_idles(
     assert [drafted[key] for key in common] == [expected[key][: len(drafted[key])] for key in common]
 
 
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+def test_a_step_for_its_time_alone_needs_no_catching_up(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    """What is drafted in it may be wrong; later drafts of this draft model are right again."""
+    no_step_times(monkeypatch)
+    choices = [*[Choice(0)] * 6, Choice(5, timing=True), Choice(0), Choice(3), Choice(0)]
+    monkeypatch.setattr(DraftLength, "choose", lambda *_: choices.pop(0) if choices else Choice(5))
+    engine = toy_engine(speculation=auto("same", schedule), prefix_cache=False)
+    prompts = [list(prompt) for prompt in toy.prompts()[8:14]]
+    done = engine.generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:40] for prompt in prompts]
+    counts = engine.record().counters["acceptance"]
+    rejected = [tried - right for tried, right in zip(counts["tried"], counts["accepted"], strict=True)]
+    assert 0 < sum(rejected) <= len(prompts)
+
+
 def test_the_draft_model_recomputes_a_retracted_request(
     toy: Any, toy_engine: Callable[..., Engine], watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,20 +190,21 @@ class FakeClock(StepTimer):
     now = 0.0
     cost: Callable[[int, int], float] = staticmethod(lambda rows, drafts: 1.0 + 0.1 * drafts)
 
-    def __init__(self) -> None:
+    def __init__(self, is_prefill: bool) -> None:
+        self.is_prefill = is_prefill
         self._previous: Any = None
         self._start = self.now
 
     @classmethod
-    def begin(cls, device: torch.device) -> StepTimer:
-        return cls()
+    def begin(cls, device: torch.device, *, is_prefill: bool = False) -> StepTimer:
+        return cls(is_prefill)
 
     def end(self, previous: StepTimer | None) -> None:
         self._previous = previous
         self._took = self.now - self._start
 
     def seconds(self) -> tuple[float, float | None]:
-        return self._took, 0.0 if self.follows else None
+        return self._took, None if self._previous is None else 0.0
 
 
 @pytest.fixture
@@ -342,15 +364,27 @@ def test_lengths_are_logged_and_each_has_its_graphs(toy_engine: Callable[..., En
     assert "draft tokens: auto, one of 0, 1, 2, 4" in lines  # the draft's blocks are of 5
     assert any("up to 4 drafted" in line for line in lines)
     layers = engine.model_config.num_layers
-    assert seen[-1] == (layers + 12, layers + 12)
+    assert seen[-1] == (layers + 3, layers + 3)
     assert engine.parts.worker.graphs is not None
-    assert len(engine.parts.worker.graphs) == 12
+    assert engine.parts.worker.graphs.recorded == 12
     assert engine.record().counters["draft_lengths"] == {}
     fixed = toy_engine(speculation=replace(auto("block"), draft_tokens=None), graphs=Graphs(decode="whole"))
     assert "draft_length_s" not in fixed.caps
     assert fixed.parts.worker.graphs is not None
-    assert len(fixed.parts.worker.graphs) == 4
+    assert fixed.parts.worker.graphs.recorded == 4
     assert fixed.record().counters["draft_lengths"] == {}
+
+
+def test_lengths_between_powers_of_two_are_recorded_when_they_are_chosen(toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine(speculation=auto("block"), graphs=Graphs(decode="whole"), max_running=30)
+    graphs = engine.parts.worker.graphs
+    assert graphs is not None
+    every, lengths = 7, 4  # 1, 2, 4, 8, 16, 24, 30
+    assert graphs.recorded >= (every - 1) * lengths + 1
+    assert (24, 0, None, SamplingFlags(), False) in graphs._graphs
+    assert (24, 4, None, SamplingFlags(), False) not in graphs._graphs
+    engine.generate([[3 + index % 20, 4] for index in range(23)], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert engine.record().counters["graphs"]["decode"]["fallbacks"] == {}
 
 
 def test_the_memory_plan_includes_the_graphs_of_all_lengths() -> None:

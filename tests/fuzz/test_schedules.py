@@ -258,7 +258,7 @@ def test_random_schedules(
             if random.random() < 0.5:
                 late_results(patch)
             for _ in range(1 if fuzz.total is None else 4):
-                work = random_work(random, model, prefixes, FEW if engine.config.max_running < 16 else MANY)
+                work = random_work(random, model, prefixes, FEW if engine.plan.max_running < 16 else MANY)
                 done = run(engine, work)
                 check_released(engine)
                 everything += [(item, work.params[item.index]) for item in done]

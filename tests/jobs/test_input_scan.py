@@ -83,3 +83,14 @@ def test_large_parameters_are_not_kept() -> None:
     before = _made.cache_info().currsize
     assert len(SamplingParams.of_row({"stop": ["x" * 100_000]}).stop[0]) == 100_000
     assert _made.cache_info().currsize == before
+
+
+def test_lengths_are_estimated_from_the_rows(tmp_path: Path) -> None:
+    """Of token ids exactly, of text about one token for four characters; samples count."""
+    path = tmp_path / "in.jsonl"
+    rows: list[dict[str, Any]] = [{"prompt_token_ids": [*range(20_000, 20_300)], "sampling": {"max_new_tokens": 7}}]
+    rows += [{"prompt": "Words, and more words. " * 50, "sampling": {"n": 3}}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = scan(form_of(path), BadLines(path))
+    assert (found.answers, found.new_tokens) == (4, 7 + 3 * 128)
+    assert found.prompt_tokens == pytest.approx(300 + 3 * 23 * 50 / 4, rel=0.05)

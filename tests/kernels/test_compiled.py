@@ -1,5 +1,5 @@
 """Kernels compile for the GPUs that they are made for: deterministic ones, of gpt-oss, of few rows, of quantized
-weights, of collectives, of verify budgets, of short chains of recurrent layers."""
+weights, of collectives, of verify budgets, of short chains of recurrent layers, of shared prefixes."""
 
 from __future__ import annotations
 
@@ -116,3 +116,26 @@ def test_kernels_of_short_chains_compile_for_hopper() -> None:
         assert not kernel["stack"], f"{name} spills registers"
         assert kernel["early"] >= 29, f"{name}: {kernel['early']} loads before the wait"
         assert (kernel["instructions"] == ["mma"]) == name.startswith("chain of the gated"), f"{name}: tensor cores"
+
+
+@pytest.mark.slow
+def test_attention_with_shared_prefixes_compiles_for_hopper() -> None:
+    """In the interpreter, variables may change their shape."""
+    found = compiled("compiled_prefixes.py")
+    assert len(found) == 12
+    for kernel in found:
+        name = kernel["name"]
+        assert kernel["shared"] <= SHARED, f"{name} needs {kernel['shared']} bytes of shared memory"
+        wanted = ["mma"] if "own" in name else ["wgmma"] if name.startswith(("attention", "Gluon")) else []
+        assert kernel["instructions"] == wanted, f"{name}: tensor cores"
+
+
+@pytest.mark.slow
+def test_prefill_attention_compiles_for_hopper() -> None:
+    """The softmax of a block is computed while the tensor cores multiply, which the assembler is free to undo."""
+    found = compiled("compiled_prompts.py")
+    assert len(found) == 4
+    for kernel in found:
+        assert kernel["shared"] <= SHARED, f"{kernel['name']} needs {kernel['shared']} bytes of shared memory"
+        assert not kernel["spills"], f"{kernel['name']} spills registers in the main loop"
+        assert kernel["early"] == kernel["exponentials"] > 0, f"{kernel['name']}: exponentials after the wait"

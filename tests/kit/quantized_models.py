@@ -111,7 +111,10 @@ def check_model(
         stay_quantized(keeps)
     found = load(checkpoint.config, checkpoint.tensor, device)
     attention = {name for name in found.dequantized if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
-    assert bool(attention) == (keeps and model == "next")
+    stored = checkpoint.config.quantization
+    assert stored is not None
+    stays = keeps or stored.keeps_groups("", torch.device(device))
+    assert bool(attention) == (stays and model == "next")
     assert not found.dequantized - attention
     ours = logits(found)
     assert (ours - expected).abs().max() < bound * expected.abs().max()

@@ -10,6 +10,6 @@ def check_released(engine: Engine) -> None:
     scheduler = engine.parts.scheduler
     pool, cached = scheduler.pool, len(scheduler.cache)
     assert scheduler.unfinished == 0
-    assert sorted(scheduler.free_slots) == list(range(1, engine.config.max_running + 1))
+    assert sorted(scheduler.free_slots) == list(range(1, engine.plan.max_running + 1))
     assert pool.free + cached == pool.total
     assert pool.idle == cached

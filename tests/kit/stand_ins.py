@@ -16,17 +16,21 @@ from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
 from specbatch.kernels.gemm.quantized import fp8_linear
 from specbatch.kernels.gemm.quantized.fp8_activations import FP8Activations
 from specbatch.kernels.gemm.quantized.fp8_quantize import silu_and_mul_fp8
-from specbatch.runtime.cuda_graphs import Program, nothing
+from specbatch.runtime.cuda_graphs import Program, Recorder, nothing
 
 
-class FakeRecorder:
+class FakeRecorder(Recorder):
     """`cuda_graphs.Recorder` without CUDA: a recording runs its program again, on fixed tensors as a graph would.
 
     It cannot show that a program launches something a graph cannot hold: tests/test_gpu.py records for real.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, may_leave_out: bool = True) -> None:
         self.recorded = 0
+        self._may_leave_out = may_leave_out
+
+    def _take_pool(self) -> None:
+        pass
 
     def warm(self, program: Program) -> None:
         if is_rehearsing():
@@ -95,20 +99,21 @@ def planned_draft_lengths(patch: pytest.MonkeyPatch, plan: list[int], after: int
 
 
 class OneSecond(StepTimer):
-    """A decode step takes one second and follows the previous one after half a second."""
+    """A decode step or prefill pass takes one second and follows the previous one after half a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_prefill: bool) -> None:
+        self.is_prefill = is_prefill
         self._previous: StepTimer | None = None
 
     @classmethod
-    def begin(cls, device: torch.device) -> StepTimer:
-        return cls()
+    def begin(cls, device: torch.device, *, is_prefill: bool = False) -> StepTimer:
+        return cls(is_prefill)
 
     def end(self, previous: StepTimer | None) -> None:
         self._previous = previous
 
     def seconds(self) -> tuple[float, float | None]:
-        return 1.0, 0.5 if self.follows else None
+        return 1.0, None if self._previous is None else 0.5
 
 
 def timed_by(patch: pytest.MonkeyPatch, timer: type[StepTimer] = OneSecond) -> None:

@@ -212,6 +212,7 @@ class TargetCheckpoint:
     head."""
 
     origin = "memory"
+    grouped = None
 
     def __init__(self, name: str, mtp_layers: int | None = None) -> None:
         self.name = name

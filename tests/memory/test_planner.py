@@ -24,6 +24,8 @@ def plan(free: int = 1000 * MIB, on_cpu: bool = False, **config: Any) -> MemoryP
         "share": MemoryShare(),
         "grammars": 0,
         "target_page_bytes": 0,
+        "token_bytes": 0,
+        "is_sparse": False,
     }
     numbers |= {key: config.pop(key) for key in list(config) if key in numbers}
     settings = {"max_running": 4, "memory_fraction": 0.5} | config
@@ -119,7 +121,13 @@ def test_cpu_pool_is_capped_by_default() -> None:
         ({"page_size": 2000, "page_bytes": 500 * MIB, "free": 200 * MIB}, "memory_fraction=0.5", "leave no KV page"),
         ({"kv_pages": 2, "page_size": 4}, "kv_pages=2", "at least 3"),
         ({"kv_pages": 11, "page_size": 1}, "kv_pages=11", "at least 12"),
-        ({"max_running": 1_000_000}, "memory_fraction=0.5", "lower max_running or prefill_chunk"),
+        ({"max_running": 16_000}, "max_running=16000", "leave no KV page; use at most"),
+        ({"prefill_chunk": 10_000, "token_bytes": MIB}, "prefill_chunk=10000", "leave no KV page; use at most 378"),
+        (
+            {"max_running": 16_000, "prefill_chunk": 10_000, "token_bytes": MIB},
+            "memory_fraction=0.5",
+            "a lower max_run",
+        ),
         (ON_CPU | {"max_model_len": 90_000}, "max_model_len=90000", ", or kv_pages=5626"),
     ],
 )

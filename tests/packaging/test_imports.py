@@ -18,7 +18,6 @@ BY_NAME = {
     "specbatch/training/trainer.py": "trainable heads, from the registry of algorithms",
     "specbatch/weights/gguf_file.py": "layouts of families",
     "kernels/dispatch.py": "Triton kernels of operations",
-    "kernels/attention/prefill/prefill_backends.py": "optional packages",
 }
 
 

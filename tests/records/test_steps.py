@@ -35,6 +35,19 @@ def test_step_time(changes: dict[str, Any], wanted: float | None) -> None:
     assert found == (None if wanted is None else pytest.approx(wanted))
 
 
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, 0.08 / 0.48),  # five gaps of 0.01 are known, of eight steps
+        ({"prefill_device_s": 0.5, "prefill_idle_s": 0.05}, 0.1),
+        ({"device_gaps": 0, "device_idle_s": 0.0}, None),
+    ],
+)
+def test_device_idle(changes: dict[str, Any], wanted: float | None) -> None:
+    found = metrics(**changes)["device_idle_share"]
+    assert found == (None if wanted is None else pytest.approx(wanted))
+
+
 def test_step_time_by_number_of_requests() -> None:
     counters = {"steps_by_rows": {"1": [2, 0.5], "32": [4, 0.1]}}
     assert steps_at(counters, 32) == (4, pytest.approx(0.025))

@@ -19,12 +19,14 @@ from specbatch import (
     EmbeddedPrompt,
     Engine,
     EngineConfig,
+    JobSize,
     SamplingParams,
     SpecbatchError,
     Speculation,
 )
-from specbatch.memory.planner import MemoryShare
+from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.replicas import pool, replica, scoring
+from specbatch.replicas.engine import of_one
 from specbatch.replicas.messages import Built, Completed, Message, Returned
 
 CONFIG = EngineConfig(
@@ -418,3 +420,10 @@ def test_replicas_that_cannot_be_replaced_are_left_out_and_the_last_one_ends_the
             engine.generate(PROMPTS, SAMPLED)
         with pytest.raises(SpecbatchError, match="no replica is left"):
             engine.generate(PROMPTS, SAMPLED)
+
+
+def test_a_replica_is_built_for_its_share_of_the_job() -> None:
+    config = EngineConfig(device="cpu", data_parallel=4, job=JobSize(10, 300, 200))
+    own, share = of_one(config, EXCLUSIVE)
+    assert (own.data_parallel, own.job) == (1, JobSize(3, 300, 200))
+    assert share == MemoryShare(replicas=4)

@@ -29,7 +29,7 @@ from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.models.families.padded_attention import PaddedAttention
-from specbatch.runtime.cuda_graphs import RING, Program, batch_buckets, nothing, token_buckets
+from specbatch.runtime.cuda_graphs import RING, Program, batch_buckets, nothing, recorded_tokens, token_buckets
 from specbatch.runtime.parallel_compilation import Compilation, compile_ahead
 from specbatch.runtime.prefill_forward import EagerForward, PiecewiseGraphs, static_bytes
 
@@ -458,3 +458,88 @@ def test_out_of_memory_shows_the_plan(
     message = r"out of memory while building the engine: .* KV .* graphs .*; use a lower"
     with pytest.raises(SpecbatchError, match=message):
         graph_engine()
+
+
+def test_buckets_stay_few_for_large_batches() -> None:
+    assert len(batch_buckets(1024)) == 31
+    assert len(batch_buckets(16_384)) == 63
+    assert all(after - before <= max(before / 8, 32) for before, after in pairwise(batch_buckets(16_384)))
+
+
+def test_long_passes_are_recorded_where_the_host_is_slower_than_the_device() -> None:
+    sizes = {1024: 8192, 2048: 8192, 2560: 4096, 3584: 2048, 4096: 2048, 8192: 2048}
+    assert {hidden: recorded_tokens(16_384, hidden) for hidden in sizes} == sizes
+    assert recorded_tokens(16_384, 4096, ranks=2) == 4096
+    assert recorded_tokens(48, 4096) == 48
+
+
+def test_long_passes_run_without_graphs_and_are_counted(
+    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:7]]
+    expected = graph_engine(speculation=SPECULATIONS["eagle3"]).generate(prompts, SAMPLED)
+    monkeypatch.setattr("specbatch.engine.setup.builder.recorded_tokens", lambda chunk, *_: min(chunk, 24))
+    lines: list[str] = []
+    engine = graph_engine(speculation=SPECULATIONS["eagle3"], log=lines.append)
+    assert "prefill passes of more than 24 tokens run without graphs, which would not make them faster" in lines
+    found = engine.generate(prompts, SAMPLED)
+    assert [item.token_ids for item in found] == [item.token_ids for item in expected]
+    graphs = engine.record().counters["graphs"]
+    for role in ("target_prefill", "draft_prefill"):
+        assert graphs[role]["fallbacks"]["long pass"] > 0
+        assert (
+            graphs[role]["replays"] + graphs[role]["fallbacks"]["long pass"]
+            == engine.record().counters["prefill_passes"]
+        )
+    engine.generate([[3, 4]], SAMPLED)
+    assert engine.record().counters["graphs"]["target_prefill"]["replays"] > graphs["target_prefill"]["replays"]
+
+
+def recorder_without_memory(fails: Callable[[int], bool]) -> type[FakeRecorder]:
+    """Recordings run out of memory whose number, in the order in which they are made, is one that fails."""
+
+    class Recorder(FakeRecorder):
+        def record(self, program: Program) -> Program:
+            replay = super().record(program)
+            if fails(self.recorded):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+            return replay
+
+    return Recorder
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_what_memory_does_not_suffice_for_is_not_recorded(
+    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:9]]
+    fake_graphs(monkeypatch)
+    expected = toy_engine(max_running=8, graphs=Graphs(decode="whole")).generate(prompts, SAMPLED)
+    fake_graphs(monkeypatch, recorder_without_memory(lambda number: number == failing))
+    lines: list[str] = []
+    engine = toy_engine(max_running=8, graphs=Graphs(decode="whole"), log=lines.append)
+    assert engine.caps["max_running"] == 4
+    assert "max_running: 4 (lowered from 8: there was no memory for the graphs of more)" in lines
+    assert any(
+        line.startswith("graphs of 8 requests or tokens are not recorded: memory_fraction=0.8") for line in lines
+    )
+    found = engine.generate(prompts, SAMPLED)
+    assert [item.token_ids for item in found] == [item.token_ids for item in expected]
+    record = engine.record()
+    assert record.caps["max_running"] == 4
+    assert max(map(int, record.counters["steps_by_rows"])) == 4
+    assert not record.counters["graphs"]["decode"]["fallbacks"]
+
+
+def test_prefill_passes_that_are_not_recorded_run_without_graphs(
+    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [list(prompt) for prompt in toy.prompts()[:9]]
+    fake_graphs(monkeypatch, recorder_without_memory(lambda number: number == 1))
+    engine = toy_engine(graphs=Graphs(prefill="piecewise"), prefill_chunk=48)
+    assert engine.caps["max_running"] == 8
+    expected = toy_engine(prefill_chunk=48).generate(prompts, SAMPLED)
+    assert [item.token_ids for item in engine.generate(prompts, SAMPLED)] == [item.token_ids for item in expected]
+    graphs = engine.record().counters["graphs"]["target_prefill"]
+    assert graphs["fallbacks"]["long pass"] > 0
+    assert graphs["replays"] > 0

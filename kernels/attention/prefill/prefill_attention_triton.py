@@ -95,7 +95,7 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
     )  # fmt: skip
     if splits > 1:
         rows = max(1, 1024 // block)
-        _merge[(cdiv(total * heads, rows),)](
+        merge_parts[(cdiv(total * heads, rows),)](
             partial, lse, out, total * heads, splits, DIM=dim, BLOCK_D=block, ROWS=rows, num_warps=4
         )
     return out
@@ -222,7 +222,7 @@ def prefill_attention_kernel(
 
 
 @triton.jit(do_not_specialize=["lines", "splits"])
-def _merge(partial, lse, out, lines, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
+def merge_parts(partial, lse, out, lines, splits, DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):
     """Average the parts [splits, lines, DIM], each weighted by two to its lse [splits, lines]."""
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK_D)

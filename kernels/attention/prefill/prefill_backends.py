@@ -1,19 +1,21 @@
-"""Backends of prefill attention: the Triton kernel, and torch.
+"""Backends of prefill attention: the Gluon and Triton kernels, and torch.
 
-Both see the same call: the keys and values of a pass lie in the cache already, and those of the pass itself are
+All see the same call: the keys and values of a pass lie in the cache already, and those of the pass itself are
 also handed over as tensors where the caller has them (`k_new`, `v_new`), so that a prompt without a prefix need not
 be gathered from its pages.
 
-`auto` is triton on a GPU: there it beat torch's FlashAttention 2 on every shape measured (`results/h200/prefill.md`;
-heads of 64, 80 and 256 too). cuDNN, through scaled_dot_product_attention, is level with it at 1024 tokens and 10% ahead
-at 8192, but prepares 33 ms for every length that it has not met: more than the whole prefill of 1024 tokens. float32
-in torch is exact only where the scores are written to memory.
+`auto` is gluon on Hopper GPUs where it has the model's heads, and triton on others: there it beat torch's
+FlashAttention 2 on every shape measured (`results/h200/prefill.md`; heads of 64, 80 and 256 too). cuDNN, through
+scaled_dot_product_attention, is not among them: it prepares 55 ms for every length that it has not met, which is more
+than the whole prefill of 2,048 tokens, and aligns its causal mask with the first key, which is wrong for a chunk after
+a prefix. float32 in torch is exact only where the scores are written to memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,7 +27,10 @@ from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.stored_kv import gather_stored
 from specbatch.kernels.dispatch import is_deterministic
 
-NAMES = ("auto", "triton", "torch")
+NAMES = ("auto", "gluon", "triton", "torch")
+FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)  # Gluon may change with every version
+GLUON_HEADS = 64, 128, 256
+FEWEST_KEYS = 1024  # of a prompt of 2,048 tokens: TTFT on an H200 was 1% shorter, and of 1,024 tokens 1% longer
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -44,22 +49,75 @@ class PrefillAttention(Protocol):
         ...
 
 
+class Layout(NamedTuple):
+    """Type of the queries, size of a head, tokens of a page."""
+
+    dtype: torch.dtype
+    head_dim: int
+    page_size: int
+
+
+class Gpu(NamedTuple):
+    """Its compute capability, and the version of Triton."""
+
+    capability: tuple[int, int]
+    triton: str
+
+
 def prefill_backend(
-    name: str, device: torch.device, setting: str = "attention_backend", *, latents: bool = False
+    name: str,
+    device: torch.device,
+    setting: str = "attention_backend",
+    *,
+    layout: Layout | None = None,
+    latents: bool = False,
+    deterministic: bool = False,
+    log: Callable[[str], None] = lambda line: None,
 ) -> PrefillAttention:
-    """The backend called `name`, one of NAMES. latents: the model has latent attention, which has kernels of its own.
+    """The backend called `name`, one of NAMES. layout: without it, `auto` is not gluon; latents: the model has
+    latent attention, which has kernels of its own, as has deterministic mode; log: told why `auto` is not gluon.
     Refuses, naming `setting`, what cannot run."""
     if name not in NAMES:
         raise refuse(setting, name, f"use one of {', '.join(NAMES)}")
-    if name == "auto":
-        return TritonPrefill() if device.type == "cuda" else _Torch()
-    if latents and device.type == "cuda" and name != "triton":
+    if latents and device.type == "cuda" and name not in ("auto", "triton"):
         raise refuse(setting, name, "has no multi-head latent attention here; use triton or auto")
-    if name == "torch":
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
         return _Torch()
     if device.type != "cuda":
         raise refuse(setting, name, "needs a CUDA device; use torch or auto")
+    if name == "triton" or (name == "auto" and (latents or deterministic or layout is None)):
+        return TritonPrefill()
+    assert layout is not None
+    reason = "has no deterministic mode" if deterministic else not_gluon(_gpu(device), layout)
+    if reason is None:
+        return GluonPrefill()
+    if name == "gluon":
+        raise refuse(setting, name, f"{reason}; use triton or auto")
+    log(f"{setting}: auto is triton, because gluon {reason}")
     return TritonPrefill()
+
+
+def _gpu(device: torch.device) -> Gpu | None:
+    if not torch.cuda.is_available():
+        return None
+    from triton import __version__
+
+    return Gpu(torch.cuda.get_device_capability(device), __version__)
+
+
+def not_gluon(gpu: Gpu | None, layout: Layout) -> str | None:
+    """Why the Gluon kernel cannot run, if so."""
+    if gpu is None or gpu.capability != (9, 0):
+        return "needs a Hopper GPU"
+    if not FIRST_TRITON <= tuple(map(int, gpu.triton.split(".")[:2])) <= LAST_TRITON:
+        return f"was compiled with Triton 3.6 to 3.9 only, not {gpu.triton}"
+    if layout.dtype not in HALVES:
+        return "has float16 and bfloat16 only"
+    if layout.head_dim not in GLUON_HEADS:
+        return f"has no heads of {layout.head_dim}, only {', '.join(map(str, GLUON_HEADS))}"
+    if layout.page_size % 8:
+        return f"reads pages of a multiple of 8 tokens only, not {layout.page_size}"
+    return None
 
 
 def _packed(inputs: PrefillInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +130,29 @@ def _packed(inputs: PrefillInputs) -> tuple[torch.Tensor, torch.Tensor]:
         for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
     )
     return k, v
+
+
+class GluonPrefill:
+    """The kernel for Hopper. Of fewer than so many keys for a query, on average, its large tiles take longer than those
+    of the Triton kernel, which is called instead; also for short chunks after a prefix in an FP8 cache, as it converts
+    keys by itself."""
+
+    name = "gluon"
+    recordable = True
+
+    def __init__(self, fewest_keys: int = FEWEST_KEYS) -> None:
+        self._fewest_keys = fewest_keys
+
+    def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
+        from specbatch.kernels.attention.prefill import prefill_attention_gluon, prefill_attention_triton
+        from specbatch.kernels.attention.prefill.unpacked_cache_triton import unpacked
+
+        inputs = unpacked(inputs)
+        has_rows = inputs.spans.fresh and inputs.k_new is not None and inputs.v_new is not None
+        is_readable = has_rows or inputs.k_cache.dtype == inputs.q.dtype
+        if is_readable and inputs.spans.keys_per_query >= self._fewest_keys:
+            return prefill_attention_gluon.prefill_attention(inputs)
+        return prefill_attention_triton.prefill_attention(inputs)
 
 
 class TritonPrefill:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +16,8 @@ LEAST_KEYS = 128  # of a split
 
 @dataclass(frozen=True)
 class PrefixTile:
-    """Query rows and keys of a step, warps of a program, stages of its pipeline, registers that a thread may have, and
-    programs for each processor."""
+    """Query rows and keys of a step, warps of a program, stages of its pipeline, registers that a thread may have,
+    programs for each processor, and whether it is the Gluon kernel's."""
 
     block_m: int
     block_n: int
@@ -24,6 +25,12 @@ class PrefixTile:
     stages: int
     registers: int | None = None
     resident: int = 1
+    gluon: bool = False
+
+
+GLUON_TILES = {64: PrefixTile(128, 128, 4, 2, gluon=True), 128: PrefixTile(128, 128, 4, 2, gluon=True),
+               256: PrefixTile(128, 64, 4, 2, gluon=True)}  # by size of the heads  # fmt: skip
+FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)  # with which the Gluon kernel was compiled: Gluon may change
 
 
 def prefix_tile(dtype: torch.dtype, width: int, source: str) -> PrefixTile:
@@ -34,7 +41,23 @@ def prefix_tile(dtype: torch.dtype, width: int, source: str) -> PrefixTile:
         return PrefixTile(64, 32, 8, 2)
     if width > 128:
         return PrefixTile(64, 64, 4, 2)
-    return PrefixTile(128, 64, 8, 3)
+    return PrefixTile(128, 64, 8, 3, 168)  # registers for a program of `verify_attention` beside it
+
+
+class PrefixWork(NamedTuple):
+    """How the work of a pass is divided, which is the same in layers with the same heads.
+
+    items   int32 [most, 5]: a tile of rows and a split of keys each: the first member of the group, how many there are,
+            the number of the tile, the first key and the end of the keys. Item i has lines i * block_m to (i + 1) *
+            block_m of the partial results of a KV head
+    end     int32 [1]: how many items there are
+    places  int32 [B, 3]: for sequences with a prefix, the line of their first row (the rows of a sequence are token by
+            token, and query head by query head), how many lines later the next split is, and the number of splits
+    """
+
+    items: torch.Tensor
+    end: torch.Tensor
+    places: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +76,11 @@ class PrefixLaunch:
         prefixes, heads, cache, dtype = queries.prefixes, inputs.heads, inputs.k_cache, inputs.projected.dtype
         assert prefixes is not None
         width, source = 2 * tile_side(heads.dim // 2), "slots"
-        if heads.dim == width and cache.dtype == dtype and dtype != torch.float32 and _has_bulk_copies(cache.device):
+        is_half = cache.dtype == dtype and dtype != torch.float32
+        has_scales = inputs.k_scale is not None or inputs.v_scale is not None
+        if tile is None and is_half and not has_scales and cache.shape[1] % 8 == 0 and _has_gluon(cache.device):
+            tile = GLUON_TILES.get(heads.dim)
+        if heads.dim == width and is_half and _has_bulk_copies(cache.device):
             step = (tile or prefix_tile(dtype, width, "pages")).block_n
             source = "slots" if cache.shape[1] % step else "pages"
         tile = tile or prefix_tile(dtype, width, source)
@@ -83,3 +110,12 @@ def _lines(rows: int, groups: int, programs: int, tile: PrefixTile) -> int:
 def _has_bulk_copies(device: torch.device) -> bool:
     """Can it copy a tile by one instruction (Hopper's TMA and its like)?"""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def _has_gluon(device: torch.device) -> bool:
+    if device.type == "cpu" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    from triton import __version__
+
+    return FIRST_TRITON <= tuple(map(int, __version__.split(".")[:2])) <= LAST_TRITON

@@ -19,26 +19,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, QKVLayout
 from specbatch.kernels.attention.stored_kv_triton import power_of_two
-from specbatch.kernels.attention.verify.prefix_attention_configs import LEAST_KEYS, PrefixLaunch
+from specbatch.kernels.attention.verify.prefix_attention_configs import LEAST_KEYS, PrefixLaunch, PrefixWork
 from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
-
-
-class PrefixWork(NamedTuple):
-    """How the work of a pass is divided, which is the same in layers with the same heads.
-
-    items   int32 [most, 5]: a tile of rows and a split of keys each: the first member of the group, how many there are,
-            the number of the tile, the first key and the end of the keys. Item i has lines i * block_m to (i + 1) *
-            block_m of the partial results of a KV head
-    count   int32 [1]: items
-    places  int32 [B, 3]: for sequences with a prefix, the line of their first row (the rows of a sequence are token by
-            token, and query head by query head), how many lines later the next split is, and the number of splits
-    """
-
-    items: torch.Tensor
-    count: torch.Tensor
-    places: torch.Tensor
 
 
 class PrefixPartials(NamedTuple):
@@ -277,6 +261,11 @@ def prefix_attention(
     assert prefixes is not None
     outputs = torch.empty(heads.kv, launch.lines, 2 * half, dtype=torch.float32, device=qkv.device)
     sums = torch.empty(heads.kv, launch.lines, dtype=torch.float32, device=qkv.device)
+    if tile.gluon:
+        from specbatch.kernels.attention.verify.prefix_attention_gluon import prefix_attention as launch_gluon
+
+        launch_gluon(queries, inputs, launch, work, outputs, sums)
+        return PrefixPartials(outputs, sums)
     if launch.source == "pages":
         keys, values = (
             TensorDescriptor.from_tensor(x.view(-1, heads.kv * heads.dim), [tile.block_n, heads.dim])
@@ -285,7 +274,7 @@ def prefix_attention(
     prefix_attention_kernel[(heads.kv, launch.programs)](
         qkv, keys, values, k_scale, v_scale, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts, None if queries.ancestors is None else positions,
-        prefixes.members, work.items, work.count, heads.q_norm, heads.cos, heads.sin, outputs, sums,
+        prefixes.members, work.items, work.end, heads.q_norm, heads.cos, heads.sin, outputs, sums,
         queries.num_queries, queries.first_node, queries.page_table.shape[1], launch.lines, heads.eps,
         heads.dim**-0.5 * 1.4426950408889634,
         KV=heads.kv, GROUP=heads.count // heads.kv, DIM=heads.dim, HALF=half, PAGE=queries.page_size,

@@ -18,6 +18,7 @@ from specbatch.kernels.attention.paged_attention import (
 )
 from specbatch.kernels.attention.qkv import split_qkv_rope_write_ref
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeAttention, DecodeQueries, Mask
+from specbatch.kernels.common import native
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.dispatch import is_deterministic, runs_kernels
 
@@ -44,6 +45,10 @@ def decode_attention(
         attention = SpanDecodeAttention(queries)
     else:
         attention = DecodeAttentionRef(queries, group, dtype)
+        if queries.lengths.device.type == "cpu" and native.missing() is None:
+            from specbatch.kernels.attention.verify.decode_attention_native import NativeDecodeAttention
+
+            attention = NativeDecodeAttention(queries, attention)
     return wrap_packed_rows(attention, queries)
 
 

@@ -22,13 +22,8 @@ import triton.language as tl
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
 from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two, to_stored
-from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile
-from specbatch.kernels.attention.verify.prefix_attention_triton import (
-    PrefixWork,
-    divide,
-    merge_prefixes,
-    prefix_attention,
-)
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile, PrefixWork
+from specbatch.kernels.attention.verify.prefix_attention_triton import divide, merge_prefixes, prefix_attention
 from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,

@@ -11,6 +11,7 @@ import torch
 
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.gemm.quantized.four_bits import CHUNK, pack_four_bits, unpack_four_bits
+from specbatch.kernels.gemm.quantized.grouped import GroupedWeight, shortest
 from specbatch.kernels.gemm.quantized.weight import UnfusedLinear, Weight, quantized_linear_ref
 
 LARGEST_INT4_SCALE = 64  # 512 times as large it is finite in float16, as GEMMs of few rows need it
@@ -59,6 +60,10 @@ class Int4Weight(Weight):
         found = self.unpacked().unflatten(-1, (self.scales.shape[-1], -1)).float() - self.zeros.float()[..., None]
         weight: torch.Tensor = found * self.scales.float()[..., None]
         return weight.flatten(-2).to(dtype)
+
+    def grouped(self) -> GroupedWeight:
+        scales, values = self.scales.float(), self.unpacked().view(torch.int8)
+        return GroupedWeight(values, *shortest(scales, -self.zeros.float() * scales))
 
     def linear(self, bias: torch.Tensor | None = None) -> Int4Linear:
         return Int4Linear(self, bias)

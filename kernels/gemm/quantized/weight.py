@@ -57,6 +57,15 @@ class Weight:
         """`unpacked` values as GEMMs read them."""
         return values
 
+    def in_groups(self, inputs: int) -> Self:
+        """The same, with blocks of so many inputs, a part of those that it has."""
+        assert self.block[1] == inputs, f"{type(self).__name__} is not divided"
+        return self
+
+    def grouped(self) -> Weight | None:
+        """The same as a `GroupedWeight`, for the GEMMs of a CPU; None if it has no such form."""
+        return None
+
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight [..., out, in] in this type, cast once."""
         return self.values.to(dtype)
@@ -105,6 +114,9 @@ def concat_outputs(weights: Sequence[Weight]) -> Weight | None:
         return None
     if any(weight.shape[-2] % weight.block[0] for weight in weights[:-1]):
         return None
+    inputs = min(weight.block[1] or 0 for weight in weights)
+    if any(weight.block[1] not in (None, inputs) for weight in weights):
+        weights = [weight.in_groups(inputs) for weight in weights]
     return _combined(weights, lambda parts: torch.cat(parts, -2))
 
 

@@ -147,6 +147,7 @@ class DeviceWorker:
         forwards: dict[str, PromptWork],
         page_size: int,
         prefill_chunk: int,
+        recorded_tokens: int,
         draft_lengths: tuple[int, ...],
         recorder: Recorder | None,
         fp8: bool,
@@ -157,10 +158,11 @@ class DeviceWorker:
         fewest: int | None = None,
     ) -> None:
         """caches: of target and draft; forwards: their prefill passes by role, for their counters and recordings;
-        prefill_chunk: most tokens of a pass; draft_lengths: numbers of drafts that a step may have; recorder: for
-        graphs of whole decode steps, None to run them eagerly; fp8, deterministic: see `use_fp8_activations` and
-        `use_deterministic`; may_share: whether `share_prefixes` is called; token_check: of a model that is divided over
-        ranks; corpus: that the drafter reads; fewest: see `WholeGraphs`."""
+        prefill_chunk: most tokens of a pass; recorded_tokens: most of one that is recorded; draft_lengths: numbers of
+        drafts that a step may have; recorder: for graphs of whole decode steps, None to run them eagerly; fp8,
+        deterministic: see `use_fp8_activations` and `use_deterministic`; may_share: whether `share_prefixes` is called;
+        token_check: of a model that is divided over ranks; corpus: that the drafter reads; fewest: see
+        `WholeGraphs`."""
         self.others: OtherRanks | None = None
         self.batch = batch
         self.prefill_step = prefill_step
@@ -170,6 +172,7 @@ class DeviceWorker:
         self.forwards = forwards
         self._page_size = page_size
         self._prefill_chunk = prefill_chunk
+        self.recorded_tokens = recorded_tokens
         self._fp8 = fp8
         self._deterministic = deterministic
         self.token_check = token_check
@@ -351,14 +354,16 @@ class DeviceWorker:
         if self.batch.device.type == "cuda":
             torch.cuda.synchronize(self.batch.device)
             torch.cuda.empty_cache()  # what warming up took on the recorder's stream, where nothing else can use it
-        return total
+        return sum(len(item) for item in recordings)
 
     def warm_ups(self) -> list[Program]:
         """Prefill passes that compile whatever runs between the segments, which are not recorded yet: it has the static
         tensors as inputs, whose values do not matter."""
         if not any(isinstance(item, Recordings) for item in self.forwards.values()):
             return []
-        warm_up, sizes = self.prefill_step.warm_up, token_buckets(self._prefill_chunk)
+        warm_up, sizes = self.prefill_step.warm_up, token_buckets(self.recorded_tokens)
+        if self._prefill_chunk > sizes[-1]:  # without graphs; Triton tells multiples of 16 from other numbers
+            sizes += [self._prefill_chunk, self._prefill_chunk - 1]
         passes: list[Program] = [partial(warm_up, size) for size in sizes]
         # Other kernels read the keys of a prefix; of a long one, several programs share them.
         passes += [partial(warm_up, sizes[0], prefix) for prefix in (1, self.batch.width)]

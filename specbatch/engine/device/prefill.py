@@ -103,12 +103,13 @@ class PrefillStep:
                     self.drafter.catch_up(self.batch, metadata)
 
     def warm_up(self, count: int, prefix: int = 0, ends: int = 1) -> None:
-        """Run `count` tokens of the padding slot after a prefix, both as far as the batch holds them, so that kernels
-        are compiled for such a pass. `ends`: as if so many prompts were complete after it."""
+        """Run `count` tokens of the padding slot, so that kernels are compiled for such a pass: after a prefix as far
+        as the batch holds both, or else in several chunks. `ends`: as if so many prompts were complete after it."""
         most = self.batch.width - 1
-        count = min(count, most)
-        start = min(prefix, most - count)
-        self._run([PromptChunk(0, start, start + count)], [0] * ends, SamplingFlags())
+        first = min(count, most)
+        start = min(prefix, most - first)
+        more = [PromptChunk(0, 0, min(most, count - done)) for done in range(first, count, most)]
+        self._run([PromptChunk(0, start, start + first), *more], [0] * ends, SamplingFlags())
         self.batch.lengths[0] = 1  # as it was
 
     def _run(

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, NamedTuple
 
 from specbatch.core.request import Completion, Request
 from specbatch.engine.requests.prompt_reader import PromptReader
@@ -14,8 +15,15 @@ from specbatch.engine.requests.submissions import Submission
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.text.tokenizer import Tokenizer
 
+Detail = Literal["completions", "tokens", "text"]  # what a stream yields: completions only, tokens, tokens with text
 
-@dataclass(frozen=True)
+
+# Completions that are built between two steps, if so many requests have ended. With its text one takes some tenths of a
+# millisecond. Those above are built while the host waits for the device, unless too many are left.
+_AT_ONCE, _MOST_LEFT = 8, 1_024
+
+
+@dataclass(slots=True)
 class StreamEvent:
     """New tokens of one sample of the prompt at `index`.
 
@@ -33,8 +41,20 @@ class StreamEvent:
     request_id: str | None = None
 
 
+class _Ended(NamedTuple):
+    """A request whose completion is not built yet, its last new tokens, and when it ended."""
+
+    request: Request
+    tokens: list[int]
+    now: float
+
+
 class OpenRequests:
-    """Unfinished requests, and the events that the stream has not yielded yet."""
+    """Unfinished requests, and the events that the stream has not yielded yet.
+
+    Where many requests end in one step, most of their completions are built later: the host would be late with the next
+    step, and the device would run dry.
+    """
 
     def __init__(
         self,
@@ -52,7 +72,8 @@ class OpenRequests:
         self._aborts: deque[int | str] = deque()  # asked for, perhaps by another thread, and not handled yet
         self._aborted: set[int | str] = set()  # in this stream
         self._events: list[StreamEvent] = []
-        self._streams_text = False
+        self._ended: deque[_Ended] = deque()
+        self._detail: Detail = "text"
 
     def __len__(self) -> int:
         return len(self._active)
@@ -60,15 +81,15 @@ class OpenRequests:
     @property
     def pending(self) -> bool:
         """Whether requests are unfinished, or events are left."""
-        return bool(self._active or self._events)
+        return bool(self._active) or self.has_events
 
     @property
     def has_events(self) -> bool:
-        return bool(self._events)
+        return bool(self._events or self._ended)
 
-    def begin(self, *, text: bool) -> None:
-        """A stream begins. text: whether its events have text."""
-        self._streams_text = text
+    def begin(self, detail: Detail) -> None:
+        """A stream begins."""
+        self._detail = detail
         self._aborts.clear()
         self._aborted.clear()
 
@@ -84,7 +105,7 @@ class OpenRequests:
             embeddings=item.prompt.embeddings,
             sample=item.sample,
             request_id=item.request_id,
-            streams_text=self._streams_text,
+            streams_text=self._detail == "text",
             banned=self._prompts.banned(item.params.bad_words),
             automaton=self._prompts.automaton(item.params),
         )
@@ -95,9 +116,9 @@ class OpenRequests:
 
     def add_tokens(self, request: Request, tokens: list[int]) -> None:
         """A request has new tokens, or has finished."""
-        if request.finished:
+        if request.finish_reason is not None:
             self._finish(request, tokens)
-        else:
+        elif self._detail != "completions":
             self._add_event(request, tokens, None)
 
     def abort(self, name: int | str) -> None:
@@ -112,15 +133,38 @@ class OpenRequests:
                 if name in (request.index, request.request_id):
                     self._abort(request)
 
-    def take_events(self) -> list[StreamEvent]:
+    def take_events(self, *, is_last: bool = False) -> list[StreamEvent]:
+        """The events since the last call. While requests are unfinished, and unless it `is_last`, those of some that
+        have ended may come with a later call."""
+        count = len(self._ended)
+        if self._active and not is_last:
+            count = max(min(count, _AT_ONCE), count - _MOST_LEFT)
+        for _ in range(count):
+            self.build_one()
         events, self._events = self._events, []
         return events
+
+    def build_one(self) -> bool:
+        """Build the completion of the first request that has ended. False if there is none."""
+        if not self._ended:
+            return False
+        request, tokens, now = self._ended.popleft()
+        completion = request.completion(now)
+        self._on_finish(completion, now)
+        self._add_event(request, tokens, completion)
+        return True
+
+    def build(self) -> None:
+        """Build the completions of all requests that have ended."""
+        while self.build_one():
+            pass
 
     def drop(self) -> None:
         """End all requests without events."""
         for request in list(self._active.values()):
             self._end(request)
         self._events.clear()
+        self._ended.clear()
 
     def _abort(self, request: Request) -> None:
         self._end(request)
@@ -132,13 +176,10 @@ class OpenRequests:
         self._active.pop((request.index, request.sample), None)
 
     def _finish(self, request: Request, tokens: list[int]) -> None:
-        now = time.perf_counter()
-        completion = request.completion(now)
         self._active.pop((request.index, request.sample), None)
-        self._on_finish(completion, now)
-        self._add_event(request, tokens, completion)
+        self._ended.append(_Ended(request, tokens, time.perf_counter()))
 
     def _add_event(self, request: Request, tokens: list[int], completion: Completion | None) -> None:
-        text = request.new_text(completion) if self._streams_text else ""
+        text = request.new_text(completion) if self._detail == "text" else ""
         event = StreamEvent(request.index, tokens, completion, text, request.sample, request.request_id)
         self._events.append(event)

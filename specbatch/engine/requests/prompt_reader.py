@@ -77,9 +77,9 @@ class PromptReader:
     def check(self, tokens: Sequence[int], params: SamplingParams, index: int | None) -> None:
         """Refuse a prompt that can never run. index: see `InferenceEngine.check`."""
         check_size(self._caps, len(tokens), params.max_new_tokens, index)
-        wrong = [token for token in tokens if not 0 <= token < self._vocabulary]
-        if wrong:
-            raise refuse(_named(index), [wrong[0]], f"token ids go from 0 to {self._vocabulary - 1}")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocabulary:  # a loop would take 0.1 us for each
+            wrong = next(token for token in tokens if not 0 <= token < self._vocabulary)
+            raise refuse(_named(index), [wrong], f"token ids go from 0 to {self._vocabulary - 1}")
         if params.min_tokens:
             self._check_end_tokens(params)
         highest = max((token for token, _ in params.logit_bias), default=0)

@@ -37,10 +37,12 @@ class AcceptanceByContext:
 
     def learn(self, length: int, accepted: Iterable[tuple[int, int]]) -> None:
         """Observe a step with `length` drafts: for each request its range and how many it accepted."""
+        if not length:
+            return
         counts: dict[int, list[int]] = {}
         for place, count in accepted:
             counts.setdefault(place, [0] * (length + 1))[count] += 1
-        if not counts or not length:
+        if not counts:
             return
         self._emitted.clear()
         self._fade()

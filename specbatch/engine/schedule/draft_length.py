@@ -12,9 +12,10 @@ again. Nor does it have to run for prompts whose requests are not expected to dr
 among the steps that a request is expected to run; what prompts take of a drafter, among the new tokens.
 
 Both sides are measured: acceptance and the tokens that were kept of it, and the times of the run's steps, which correct
-those measured at start. Rarely, what is not used is probed: a few requests draft for some steps where none does; else a
-single step drafts another number of tokens, in turn the most, which shows the acceptance of all positions, and the next
-best, whose time may have changed.
+those measured at start. Rarely, what is not used is probed. Where nothing is drafted, in turn a single step in which
+all requests draft shows the time of that, and a few that draft for some steps what is accepted. Else a single step
+drafts another number of tokens, in turn the most, which shows the acceptance of all positions, and the next best, whose
+time may have changed.
 """
 
 from __future__ import annotations
@@ -53,11 +54,13 @@ class Requests(NamedTuple):
     contexts  tokens of each
     missing   of these, tokens that the drafter has to catch up with before the request drafts
     left      tokens that it is expected to generate yet, at least 1
+    shared    of all contexts together, tokens that attention need not read, because requests share them
     """
 
     contexts: Sequence[int]
     missing: Sequence[int]
     left: Sequence[int]
+    shared: int = 0
 
 
 class Choice(NamedTuple):
@@ -65,6 +68,7 @@ class Choice(NamedTuple):
 
     kind, expected_s  for `StepModel.observe`
     probing           whether it is not the best choice, but shows what others would do
+    timing            of a probe: it shows the time of a step only, so that the drafter need not catch up before it
     """
 
     num_drafts: int
@@ -72,6 +76,7 @@ class Choice(NamedTuple):
     kind: Kind = (0, 0, 0)
     expected_s: float = 0.0
     probing: bool = False
+    timing: bool = False
 
 
 class _Option(NamedTuple):
@@ -82,6 +87,9 @@ class _Option(NamedTuple):
     @property
     def form(self) -> tuple[int, int | None]:
         return self.num_drafts, None if self.members is None else len(self.members)
+
+
+_Probe = tuple[int, Sequence[int] | None, bool]  # of a choice: drafts, members, and whether it is for timing
 
 
 class DraftLength:
@@ -113,6 +121,8 @@ class DraftLength:
         self._rested = 0
         self._longest_next = True
         self._probe_left = 0  # steps of a probe in which a few requests draft
+        self._times_next = True
+        self._after_timing = False
         self._until_split = 0
 
     @property
@@ -129,7 +139,7 @@ class DraftLength:
         if not self.is_auto:
             return Choice(self._most)
         requests = describe()
-        cached, bucket = sum(requests.contexts), self.bucket(rows)
+        cached, bucket = max(sum(requests.contexts) - requests.shared, 0), self.bucket(rows)
         options = self._options(requests, rows, cached)
         best = max(options.values(), key=lambda option: option.speed)
         current = options.get(self._current.get(bucket, best.form), best)
@@ -140,9 +150,12 @@ class DraftLength:
         self._saved += PROBES * seconds
         self._rested += 1
         probe = self._probe(requests, rows, cached, current, options)
-        num_drafts, members = (current.num_drafts, current.members) if probe is None else probe
+        num_drafts, members, timing = probe or (current.num_drafts, current.members, False)
+        if self._after_timing:  # until its result is known, what the drafter misses is not
+            probe, num_drafts, members, timing = None, 0, None, False
+        self._after_timing = timing
         kind = self._kind(rows, num_drafts, members)
-        return Choice(num_drafts, members, kind, self.model.expected(kind, cached), probe is not None)
+        return Choice(num_drafts, members, kind, self.model.expected(kind, cached), probe is not None, timing)
 
     def drafts_prompts(self, rows: int, contexts: Sequence[int], tokens: int) -> bool:
         """Whether the drafter runs for `tokens` of prompts, whose contexts are given, as soon as they are computed:
@@ -221,10 +234,13 @@ class DraftLength:
         cached: int,
         current: _Option,
         options: dict[tuple[int, int | None], _Option],
-    ) -> tuple[int, Sequence[int] | None] | None:
-        """Drafts and members of a step that probes; None where it is not time for one."""
-        if not current.num_drafts and (self.can_split or (self.catch_up_s and rows <= PROBED)):
-            return self._probe_few(requests, rows, cached, current)
+    ) -> _Probe | None:
+        """What a step drafts that probes; None where it is not time for one."""
+        if not current.num_drafts:
+            if self.catch_up_s and self._times_next and not self._probe_left and rows > PROBED:
+                return self._probe_time(requests, rows, cached)
+            if self.can_split or (self.catch_up_s and rows <= PROBED):
+                return self._probe_few(requests, rows, cached)
         self._probe_left = 0
         if self._rested < REST or current.members is not None:
             return None
@@ -240,25 +256,37 @@ class DraftLength:
         [probed] = [option for option in common if option.num_drafts == drafts]
         seconds = self.model.seconds(self._kind(rows, drafts), cached)
         loss = seconds * max(1 - probed.speed / current.speed, 0.0)
-        if not current.num_drafts:
-            loss += self.catch_up_s * sum(requests.missing)
-        elif not drafts:
-            loss += self.catch_up_s * self.idle_tokens * rows
+        loss += self.catch_up_s * (sum(requests.missing) if drafts else self.idle_tokens * rows)
         if self._saved < loss:
             return None
-        self._saved, self._rested, self._longest_next = 0.0, 0, not self._longest_next
-        return drafts, None
+        self._saved, self._rested, self._longest_next, self._times_next = 0.0, 0, not self._longest_next, True
+        return drafts, None, False
 
-    def _probe_few(
-        self, requests: Requests, rows: int, cached: int, current: _Option
-    ) -> tuple[int, Sequence[int]] | None:
+    def _probe_time(self, requests: Requests, rows: int, cached: int) -> _Probe | None:
+        """Where nothing is drafted, a step in which all draft shows its time, and nothing else."""
+        if self._rested < REST:
+            return None
+        ready = requests._replace(missing=[0] * rows)
+        found = sorted(self._options(ready, rows, cached, splits=False).values(), key=lambda option: option.speed)
+        plain = next(option for option in found if not option.num_drafts)
+        best = [option for option in found if option.num_drafts][-1]
+        if best.speed < NEAR * plain.speed:
+            self._times_next = False
+            return None
+        seconds = self.model.seconds(self._kind(rows, best.num_drafts), cached)
+        if self._saved < seconds - self.model.seconds(self._kind(rows, 0), cached):
+            return None
+        self._saved, self._rested, self._times_next = 0.0, 0, False
+        return best.num_drafts, None, True
+
+    def _probe_few(self, requests: Requests, rows: int, cached: int) -> _Probe | None:
         """Where nothing is drafted, those requests draft for which the drafter has least to catch up with."""
         size = probe_size(rows)
         if self._probe_left:
             self._probe_left -= 1
             members = [index for index, missing in enumerate(requests.missing) if not missing][:size]
             if len(members) == size:
-                return self._most, members
+                return self._most, members, False
             self._probe_left = 0
         if self._rested < REST:
             return None
@@ -268,15 +296,17 @@ class DraftLength:
         loss += self.catch_up_s * sum(requests.missing[index] for index in members)
         if self._saved < loss:
             return None
-        self._saved, self._rested, self._probe_left = 0.0, 0, PROBE_STEPS - 1
-        return self._most, members
+        self._saved, self._rested, self._probe_left, self._times_next = 0.0, 0, PROBE_STEPS - 1, True
+        return self._most, members, False
 
     # -- what steps show --------------------------------------------------------------------------------------
 
     def learn(self, choice: Choice, accepted: Iterable[tuple[int, int]], emitted: int, kept: int, ended: int) -> None:
         """Observe a step: of each request that drafted its context and how many drafts it accepted; of all requests
         the emitted tokens, those of them that were kept, and how many of the requests ended."""
-        self.acceptance.learn(choice.num_drafts, ((range_of(context), count) for context, count in accepted))
+        self.acceptance.learn(
+            0 if choice.timing else choice.num_drafts, ((range_of(context), count) for context, count in accepted)
+        )
         self._has_ended |= ended > 0
         self._prompt_tokens *= 1 - RATE
         self._new_tokens += kept - RATE * self._new_tokens

@@ -5,27 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 
 from specbatch.core.async_copy import AsyncCopy, StepTimer
 from specbatch.core.attention_metadata import PromptChunk
-from specbatch.core.device_batch import Admission
 from specbatch.core.request import Logprobs, Request
-from specbatch.core.sampling import SamplingFlags
+from specbatch.core.sampling_flags import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
-from specbatch.engine.device.prefill import PrefillWork
 from specbatch.engine.schedule.draft_length import Choice, DraftLength, Requests
-from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
-from specbatch.grammar.token_automaton import FREE
+from specbatch.engine.schedule.scheduler import ScheduledChunk, ScheduledRequest, Scheduler
+from specbatch.engine.schedule.smaller_batch import Launch
+from specbatch.engine.schedule.worker_calls import admission, prefill_work, scored
 from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
 
-# Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share
-# random numbers.
-SAMPLE_SEED_STEP = 0xD1B54A32D192ED03
 UNKNOWN = 64  # tokens that an answer is expected to have at its beginning
 OnTokens = Callable[[Request, list[int]], None]
 
@@ -39,6 +34,7 @@ class Launched:
     first       a prefill, whose results are first tokens; otherwise a decode step
     scores      log-probabilities of prompt tokens, as many for each of the chunks as in `scored`
     timer       device time of a decode step, where it is known
+    passes      the same of the prefill passes before it
     host_s      host time spent launching it
     choice      what a decode step drafts
     """
@@ -47,6 +43,7 @@ class Launched:
     result: AsyncCopy | None
     first: bool
     timer: StepTimer | None = None
+    passes: Sequence[StepTimer] = ()
     host_s: float = 0.0
     choice: Choice = field(default=Choice(0))
     scored: Sequence[tuple[ScheduledChunk, int]] = ()
@@ -73,12 +70,16 @@ class Runner:
         has_budget: bool,
         seed: int,
         on_tokens: OnTokens,
+        on_result: Callable[[float, int], None],
+        meanwhile: Callable[[], bool],
         on_prefill: Callable[[int], None],
     ) -> None:
         """catch_up: see `DraftPlan`; skips_prompts: whether the drafter need not run for prompts, and may catch up with
         them later; depth: the most drafts that a verify can accept; has_budget: whether verifies have a budget of rows;
-        seed: of the engine; on_tokens: called with the new tokens of a request; on_prefill: called with the number of
-        tokens of a prefill pass."""
+        seed: of the engine; on_tokens: called with the new tokens of a request; on_result: called with the time of a
+        result and the number of its tokens, after them; meanwhile: called again and again while a result is awaited;
+        does a part of what can wait, and returns whether there was any; on_prefill: called with the number of tokens of
+        a prefill pass."""
         self.scheduler = scheduler
         self.counters = Counters()
         self._worker = worker
@@ -90,19 +91,28 @@ class Runner:
         self._has_budget = has_budget
         self._seed = seed
         self._on_tokens = on_tokens
+        self._on_result = on_result
+        self._meanwhile = meanwhile
         self._on_prefill = on_prefill
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.launch = Launch()  # the last one, which may have failed
         self._num_drafts = 0  # of the last decode step that the drafter took part in
         self._sharing: PrefixGroups | None = None  # what the worker knows of it
         self._launched_at = 0.0
-        self._last_timer: StepTimer | None = None  # of the last decode step, if nothing was launched after it
+        self._last_timer: StepTimer | None = None  # of the last launch, if nothing without a timer came after it
+        self._passes: list[StepTimer] = []  # prefill passes since the last decode step
 
     def start_record(self) -> Counters:
-        """Reset the counters, and drop the gap between the last decode step and the next one."""
-        self._last_timer = None
+        """Reset the counters."""
+        self.rest()
         self.counters = Counters()
         return self.counters
+
+    def rest(self) -> None:
+        """There is nothing to do: the time until the next launch is not idle time."""
+        self._last_timer = None
+        self._passes = []
 
     @torch.inference_mode()
     def prefill(self) -> Launched | None:
@@ -111,16 +121,21 @@ class Runner:
         plan = self.scheduler.plan_prefill(start)
         if plan is None:
             return None
+        timer = StepTimer.begin(self._worker.batch.device, is_prefill=True)
+        tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
+        self.launch = Launch(tokens, prefills=True)
         for place, automaton in self.scheduler.grammars.take_new():
             self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
-            self._worker.admit([self._admission(request) for request in plan.admitted])
-        scored = [(chunk, _scored(chunk)) for chunk in plan.chunks]
+            self._worker.admit([admission(request, self._seed) for request in plan.admitted])
+        counts = [(chunk, scored(chunk)) for chunk in plan.chunks]
         drafts = self._drafts_prompts(plan.chunks)
-        result = self._worker.prefill(_prefill_work(plan, scored, drafts=drafts))
-        self._last_timer = None
+        result = self._worker.prefill(prefill_work(plan, counts, drafts=drafts))
+        if timer is not None:
+            timer.end(previous=self._last_timer)
+            self._passes.append(timer)
+        self._last_timer = timer
         self.counters.prefill_passes += 1
-        tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
         self.counters.prefill_tokens += tokens
         self.counters.prefill_s += time.perf_counter() - start
         self._on_prefill(tokens)
@@ -130,7 +145,7 @@ class Runner:
         if first is None and scores is None:
             return None
         ending = [chunk for chunk in plan.chunks if chunk.last]
-        return Launched(ending, first, first=True, scored=scored, scores=scores)
+        return Launched(ending, first, first=True, scored=counts, scores=scores)
 
     @torch.inference_mode()
     def decode(self, *, may_retract: bool) -> Launched | None:
@@ -139,14 +154,15 @@ class Runner:
         plan = self.scheduler.plan_decode(may_retract=may_retract)
         if plan is None:
             return None
+        self.launch = Launch(len(plan.requests))
         if plan.new_pages:
             self._worker.add_pages(plan.new_pages)
-        flags = SamplingFlags.of(item.request for item in plan.requests)
+        flags = SamplingFlags.union(item.request.flags for item in plan.requests)
         choice = self._draft_length.choose(len(plan.requests), lambda: self._describe(plan.requests))
         requests, drafting = _drafting_first(plan.requests, choice)
         slots = [item.slot for item in requests]
-        self._share_prefixes(slots)
-        if self._prepare_draft(requests, drafting, choice.num_drafts, plan.bound):
+        self._share_prefixes(slots, choice.num_drafts)
+        if self._prepare_draft(requests, drafting, choice, plan.bound):
             self._last_timer = None  # the gap before this step is not idle time
         begun = time.perf_counter()
         timer, late = StepTimer.begin(self._worker.batch.device), self._worker.decode_counters.recorded_late
@@ -157,6 +173,7 @@ class Runner:
         if timer is not None:
             timer.end(previous=self._last_timer)
         self._last_timer = timer
+        passes, self._passes = self._passes, []
         copy = self._copy(result)
         self._launched_at = time.perf_counter()
         if self._draft_length.is_auto:
@@ -170,7 +187,7 @@ class Runner:
         self.counters.iterations += 1
         self.counters.iteration_rows += len(requests)
         self.counters.iteration_s += host_s
-        return Launched(requests, copy, first=False, timer=timer, host_s=host_s, choice=choice)
+        return Launched(requests, copy, first=False, timer=timer, passes=passes, host_s=host_s, choice=choice)
 
     def handle(self, launched: Launched, *, overlapped: bool = False) -> None:
         """Wait for a result and book it. `overlapped`: another decode step is launched already."""
@@ -179,6 +196,8 @@ class Runner:
         if launched.result is None:
             return
         late = overlapped and launched.result.ready()
+        while not launched.result.ready() and self._meanwhile():
+            pass
         values, *more = launched.result.wait()
         if self._worker.others is not None:
             self._worker.others.check()
@@ -192,15 +211,17 @@ class Runner:
         drafting = len(launched.requests if choice.members is None else choice.members) if choice.num_drafts else 0
         for index, item in enumerate(launched.requests):
             emitted += 1 if launched.first else values[index][-3] + 1
-            if self.scheduler.is_void(item.request, item.epoch):
+            request = item.request
+            if self.scheduler.is_void(request, item.epoch):
                 self.counters.void_results += 1
                 continue
             if index < drafting:
-                accepted.append((item.request.committed, values[index][-3]))
+                accepted.append((request.committed, values[index][-3]))
             logprobs = Logprobs(*(of_requests[index] for of_requests in more)) if more else None
-            kept += self._book(item.request, values[index], logprobs, launched.first, now)
-            if item.request.is_answered:
-                finished.append(item.request)
+            kept += self._book(request, values[index], logprobs, launched.first, now)
+            if request.finish_reason is not None and request.is_answered:
+                finished.append(request)
+        self._on_result(now, kept)
         self._add_to_corpus(finished)
         if self._draft_length.is_auto and not launched.first:
             self._draft_length.learn(choice, accepted, emitted, kept, len(finished))
@@ -216,9 +237,9 @@ class Runner:
                 assert chunk.request.prompt_logprobs is not None
                 chunk.request.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + count] = found
 
-    def _share_prefixes(self, slots: list[int]) -> None:
+    def _share_prefixes(self, slots: list[int], num_drafts: int) -> None:
         """Tell the worker what the requests of a step in these slots share, if it has changed."""
-        found = self.scheduler.shared_prefixes(slots)
+        found = self.scheduler.shared_prefixes(slots, num_drafts)
         if found is not self._sharing:
             self._worker.share_prefixes(found)
             self._sharing = found
@@ -240,20 +261,24 @@ class Runner:
     def _describe(self, scheduled: Sequence[ScheduledRequest]) -> Requests:
         requests = [item.request for item in scheduled]
         missing = [self.scheduler.lacking(request) for request in requests] if self._lags else [0] * len(requests)
-        return Requests([request.committed for request in requests], missing, list(map(_left, requests)))
+        shared = 0 if self._sharing is None else self._sharing.saved  # of the step before, which had nearly the same
+        return Requests([request.committed for request in requests], missing, list(map(_left, requests)), shared)
 
-    def _prepare_draft(self, requests: Sequence[ScheduledRequest], drafting: int, num_drafts: int, bound: int) -> bool:
+    def _prepare_draft(self, requests: Sequence[ScheduledRequest], drafting: int, choice: Choice, bound: int) -> bool:
         """Prepare the drafter for what the first requests draft. True if anything was launched."""
-        members = requests[:drafting] if self._lags else requests
+        num_drafts, members = choice.num_drafts, requests
         if self._lags:
+            members = requests[:drafting]
             self.scheduler.draft_idles(requests[drafting:])
             if not members:
                 return False
         fewer, self._num_drafts = num_drafts < self._num_drafts, num_drafts
-        chunks = self.scheduler.plan_catch_up(members, self._own) if self._lags else []
         if fewer:
             padding = self._draft_length.bucket(len(members)) - len(members)
             self._worker.shorten([*(item.slot for item in members), *[0] * padding], num_drafts, bound)
+        if not self._lags or choice.timing:
+            return fewer
+        chunks = self.scheduler.plan_catch_up(members, self._own)
         if chunks:
             self._worker.catch_up(
                 [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks]
@@ -274,18 +299,16 @@ class Runner:
             counters.overlapped += 1
             counters.late_launches += late
             counters.launch_lead_s += 0.0 if late else now - self._launched_at
-        step, gap = launched.timer.seconds()
-        counters.device_s += step
-        counters.device_steps += 1
-        if gap is not None:
-            counters.device_idle_s += gap
-            counters.device_gaps += 1
-        counters.add_step(rows, step + (gap or 0.0))
+        follows = launched.timer.follows
+        for one in launched.passes:
+            counters.add_pass(*one.seconds())
+        step = counters.add_device_step(*launched.timer.seconds(), follows=follows)
+        counters.add_step(rows, step)
         if self._draft_length.is_auto:
-            self._draft_length.took(launched.choice, step + (gap or 0.0))
+            self._draft_length.took(launched.choice, step)
 
     def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> int:
-        """Add the tokens of a result to a request. Returns how many it keeps."""
+        """Note the result of a request. Returns how many tokens were kept."""
         if first:
             tokens, flags = values[:1], values[1]
             accepted = drafted = 0
@@ -307,9 +330,9 @@ class Runner:
         kept = request.append(tokens[: accepted + 1], now, logprobs if request.params.logprobs else None)
         if not first:
             request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus, has_budget=self._has_budget)
-        if request.finished:
+        if request.finish_reason is not None:
             self.scheduler.finish(request)
-        self._on_tokens(request, request.tokens[len(request.tokens) - kept :])
+        self._on_tokens(request, tokens[:kept])
         return kept
 
     def _add_to_corpus(self, finished: list[Request]) -> None:
@@ -319,32 +342,6 @@ class Runner:
 
     def _copy(self, result: Result) -> AsyncCopy:
         return AsyncCopy(*result.tensors(), stream=self._stream)
-
-    def _admission(self, request: Request) -> Admission:
-        assert request.slot is not None
-        p = request.params
-        # The request's own seed, or one from the engine's seed and its index; as a signed 64-bit number. Those of
-        # further samples are far from it.
-        seed = int(p.seed) if p.seed is not None else (self._seed << 32) + request.index
-        seed += request.sample * SAMPLE_SEED_STEP
-        return Admission(
-            slot=request.slot,
-            tokens=request.tokens,
-            pages=request.pages,
-            shared=request.shared,
-            temperature=float(p.temperature),
-            top_k=int(p.top_k),
-            top_p=float(p.top_p),
-            min_p=float(p.min_p),
-            seed=(seed + (1 << 63)) % (1 << 64) - (1 << 63),
-            end_tokens=tuple(sorted(request.end_tokens)) if p.min_tokens else (),
-            end_from=request.prompt_len + p.min_tokens if p.min_tokens and request.end_tokens else 0,
-            prompt=request.prompt_len,
-            penalties=p.penalties,
-            bias=p.logit_bias,
-            banned=request.banned,
-            grammar=_grammar(request),
-        )
 
 
 def _drafting_first(scheduled: Sequence[ScheduledRequest], choice: Choice) -> tuple[Sequence[ScheduledRequest], int]:
@@ -363,36 +360,3 @@ def _left(request: Request) -> int:
     is."""
     left = request.params.max_new_tokens - request.generated
     return max(left if request.params.ignore_eos else min(left, max(request.generated, UNKNOWN)), 4)
-
-
-def _scored(chunk: ScheduledChunk) -> int:
-    """After so many of its tokens, the first ones, the log-probability of the next token is asked for."""
-    request = chunk.request
-    return max(min(chunk.end, request.prompt_len - 1) - chunk.start, 0) if request.lacks_prompt_logprobs else 0
-
-
-def _grammar(request: Request) -> tuple[int, int, int, int]:
-    automaton, start = request.automaton, request.table
-    if automaton is None:
-        return 0, 0, 0, FREE
-    return start, start + automaton.classes.size, automaton.row, automaton.after(request.output)
-
-
-def _prefill_work(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]], *, drafts: bool) -> PrefillWork:
-    chunks = plan.chunks
-    firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)  # token of the pass
-    targets = [
-        (first + place, chunk.request.tokens[chunk.start + place + 1])
-        for first, (chunk, count) in zip(firsts, scored, strict=False)
-        for place in range(count)
-    ]
-    ending = [index for index, chunk in enumerate(chunks) if chunk.last]
-    return PrefillWork(
-        [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks],
-        ending,
-        plan.loads,
-        plan.saves,
-        SamplingFlags.of(chunks[index].request for index in ending),
-        targets,
-        drafts,
-    )

@@ -74,6 +74,7 @@ class Scheduler:
     state_cache        of the prefixes in `cache`, for a model with recurrent layers
     samples_share      whether the samples of a prompt share its pages, even if `cache` is None
     sharing            plans decode steps that read a shared prefix once; None: they read it for each request
+    max_running, prefill_chunk  may be lowered at any time
     """
 
     def __init__(
@@ -98,21 +99,28 @@ class Scheduler:
         self.state_cache = state_cache
         self._sharing = sharing
         self._page_size = page_size
-        self._prefill_chunk = prefill_chunk
+        self.max_running = max_running
+        self.prefill_chunk = prefill_chunk
         self.kv_slots_per_step = kv_slots_per_step
         self._uncached_tail = uncached_tail
         self._window = window
         self.grammars = GrammarPool()
         self.free_slots = list(range(max_running, 0, -1))
         self._waiting: deque[Request] = deque()
-        self._prefilling: list[Request] = []
-        self._running: list[Request] = []
+        # Admitted requests, each as it stands in every launch until it gives its slot back.
+        self._prefilling: dict[Request, ScheduledRequest] = {}
+        self._running: dict[Request, ScheduledRequest] = {}
         self._new_pages: dict[tuple[int, int], int] = {}  # by slot and place: not yet handed to the device
         self._undrafted: set[int] = set()  # pages of prefixes for which the draft has not run
 
     @property
     def unfinished(self) -> int:
-        return len(self._waiting) + len(self._prefilling) + len(self._running)
+        return len(self._waiting) + self.admitted
+
+    @property
+    def admitted(self) -> int:
+        """Requests that hold a slot."""
+        return len(self._prefilling) + len(self._running)
 
     @property
     def keeps_pages(self) -> bool:
@@ -127,19 +135,29 @@ class Scheduler:
     def plan_prefill(self, now: float) -> PrefillPlan | None:
         """Chunks of up to `prefill_chunk` tokens together: requests already admitted first, then new ones."""
         plan = PrefillPlan()
-        budget = self._prefill_chunk
+        budget = self.prefill_chunk
         for request in list(self._prefilling):
             budget -= self._plan_chunk(plan, request, budget)
-        while budget > 0 and self._waiting and self.free_slots and self._admit(plan, self._waiting[0], now):
-            request = self._waiting.popleft()
-            plan.admitted.append(request)
-            self._prefilling.append(request)
-            budget -= self._plan_chunk(plan, request, budget)
+        if budget > 0 and self._waiting and self._has_slot:
+            # A spare page for each request that may need one: admitting must not force a retraction in the next step.
+            spare = sum(map(_grows, self._running)) + sum(map(_grows, self._prefilling))
+            while budget > 0 and self._waiting and self._has_slot and self._admit(plan, self._waiting[0], now, spare):
+                request = self._waiting.popleft()
+                assert request.slot is not None
+                spare += _grows(request)
+                plan.admitted.append(request)
+                self._prefilling[request] = ScheduledRequest(request, request.epoch, request.slot)
+                budget -= self._plan_chunk(plan, request, budget)
         if self.state_cache is not None:
             self.state_cache.launched()
         return plan if plan.chunks else None
 
-    def _admit(self, plan: PrefillPlan, request: Request, now: float) -> bool:
+    @property
+    def _has_slot(self) -> bool:
+        return bool(self.free_slots) and self.admitted < self.max_running
+
+    def _admit(self, plan: PrefillPlan, request: Request, now: float, spare: int) -> bool:
+        """Give a request its slot and its pages, if `spare` other pages then are free."""
         if self._shares_prompt(request) and any(item.index == request.index for item in self._prefilling):
             return False  # another sample computes the prompt
         found = self._match_prefix(request)
@@ -147,8 +165,6 @@ class Scheduler:
             return False
         shared = found.pages
         undrafted = next((place for place, page in enumerate(shared) if page in self._undrafted), None)
-        # A spare page for each request that may need one: admitting must not force a retraction in the next step.
-        spare = sum(len(item.pages) < self._most_pages(item) for item in (*self._running, *self._prefilling))
         need = self._pages_for(reserved_length(len(request.tokens), self.kv_slots_per_step)) - len(shared)
         if not self._ensure_free(need + spare) or not self._allocate_grammar(request):
             for page in shared:
@@ -157,6 +173,7 @@ class Scheduler:
         request.shared = len(shared)
         request.pages = shared + self._allocate(need)
         request.draft_kv_valid_until = None if undrafted is None else undrafted * self._page_size
+        request.most_pages = self._pages_for(reserved_length(request.most_tokens, self.kv_slots_per_step))
         request.slot = self.free_slots.pop()
         request.prefilled = len(shared) * self._page_size
         request.branch = found.branch
@@ -203,7 +220,7 @@ class Scheduler:
         if start < request.branch < end:
             return request.branch
         full = end - end % self._page_size
-        more = pages_for(length - full, self._prefill_chunk) > pages_for(length - end, self._prefill_chunk)
+        more = pages_for(length - full, self.prefill_chunk) > pages_for(length - end, self.prefill_chunk)
         return end if full <= start or more else full
 
     def _plan_chunk(self, plan: PrefillPlan, request: Request, budget: int) -> int:
@@ -224,8 +241,7 @@ class Scheduler:
         if last:
             request.committed = end
             request.pending = 1
-            self._prefilling.remove(request)
-            self._running.append(request)
+            self._running[request] = self._prefilling.pop(request)
             if self._sharing is not None:
                 # The draft may still have to write the newest positions.
                 full = max(end - 1 - self._uncached_tail, 0) // self._page_size
@@ -237,30 +253,26 @@ class Scheduler:
 
         Raises OutOfPagesError when pages run out and `may_retract` is false; pages reserved by then stay reserved.
         """
+        # The body runs for every request in every step: what most of them need comes first, without calls.
         scheduled: list[ScheduledRequest] = []
-        bound = 0
-        for request in list(self._running):
+        bound, rows, page_size = 0, self.kv_slots_per_step, self._page_size
+        for item in list(self._running.values()):
+            request = item.request
             # Each pending result leaves at least one token: skip requests whose result could only be thrown away.
-            if request.slot is None or request.generated + request.pending >= request.params.max_new_tokens:
+            if len(request.tokens) + request.pending >= request.most_tokens or request.slot is None:
                 continue
-            self._free_outside_window(request)
-            reach = request.committed + (request.in_flight + 1) * self.kv_slots_per_step
-            while (need := self._pages_for(reach) - len(request.pages)) > 0 and not self._ensure_free(need):
-                if not may_retract:
-                    raise OutOfPagesError
-                victim = min(
-                    self._prefilling + self._running, key=lambda item: (item.generated, -item.index, -item.sample)
-                )
-                self._retract(victim)
-                scheduled = [item for item in scheduled if item.request is not victim]
-                if victim is request:
-                    break
-            else:
-                for page in self._allocate(max(need, 0)):
-                    self._new_pages[request.slot, len(request.pages)] = page
-                    request.pages.append(page)
-                scheduled.append(ScheduledRequest(request, request.epoch, request.slot))
-                bound = max(bound, reach)
+            if self._window is not None:
+                self._free_outside_window(request, self._window)
+            reach = request.committed + (request.in_flight + 1) * rows
+            if reach > len(request.pages) * page_size:
+                retracted = self._reserve(request, reach, may_retract=may_retract)
+                if retracted:
+                    scheduled = [item for item in scheduled if item.request not in retracted]
+                if request in retracted:
+                    continue
+            scheduled.append(item)
+            if reach > bound:
+                bound = reach
         if not scheduled:
             return None
         for item in scheduled:
@@ -269,10 +281,29 @@ class Scheduler:
         new_pages, self._new_pages = self._new_pages, {}
         return DecodePlan(scheduled, [(*place, page) for place, page in new_pages.items()], bound)
 
-    def shared_prefixes(self, slots: list[int]) -> PrefixGroups | None:
+    def shared_prefixes(self, slots: list[int], num_drafts: int) -> PrefixGroups | None:
         """What the requests of a step in these slots share, if reading it once pays. The same object until it
         changes."""
-        return None if self._sharing is None else self._sharing.plan(slots)
+        return None if self._sharing is None else self._sharing.plan(slots, num_drafts + 1)
+
+    def _reserve(self, request: Request, reach: int, *, may_retract: bool) -> set[Request]:
+        """Reserve pages up to a KV length of `reach`. Returns the requests that were retracted for it, perhaps this
+        very one."""
+        assert request.slot is not None
+        retracted: set[Request] = set()
+        while not self._ensure_free(need := self._pages_for(reach) - len(request.pages)):
+            if not may_retract:
+                raise OutOfPagesError
+            admitted = (*self._prefilling, *self._running)
+            victim = min(admitted, key=lambda item: (item.generated, -item.index, -item.sample))
+            self._retract(victim)
+            retracted.add(victim)
+            if victim is request:
+                return retracted
+        for page in self._allocate(need):
+            self._new_pages[request.slot, len(request.pages)] = page
+            request.pages.append(page)
+        return retracted
 
     def expects_all_to_end(self) -> bool:
         """Whether the results in flight are expected to bring every admitted request to its length limit. Stops are not
@@ -281,13 +312,11 @@ class Scheduler:
             request.expected_tokens >= request.params.max_new_tokens for request in self._running
         )
 
-    def _free_outside_window(self, request: Request) -> None:
+    def _free_outside_window(self, request: Request, window: int) -> None:
         """Release the pages that no later step reads. Their places in the page table show page 0 from then on."""
-        if self._window is None:
-            return
         assert request.slot is not None
         computed = request.committed if request.draft_kv_valid_until is None else request.draft_kv_valid_until
-        for place in range(request.freed, max(computed - self._uncached_tail - self._window, 0) // self._page_size):
+        for place in range(request.freed, max(computed - self._uncached_tail - window, 0) // self._page_size):
             self.pool.decref(request.pages[place])
             request.pages[place] = 0
             self._new_pages[request.slot, place] = 0
@@ -353,7 +382,7 @@ class Scheduler:
 
     def is_void(self, request: Request, epoch: int) -> bool:
         """Is a result void, because the request has ended or was retracted after the launch?"""
-        return request.finished or request.epoch != epoch
+        return request.finish_reason is not None or request.epoch != epoch
 
     def receive(self, request: Request, accepted: int | None) -> None:
         """A result has arrived: of a verify that accepted so many drafts, or None, the first token of a prompt."""
@@ -395,6 +424,15 @@ class Scheduler:
         """Evict all cached pages that no request holds."""
         self.cache.evict(len(self.cache))
 
+    def retract_all(self) -> int:
+        """Take the memory of all running requests, and that of cached prefixes: a pass has failed, so that pages may
+        hold anything. They wait in their order. Returns how many."""
+        running = sorted((*self._running, *self._prefilling), key=lambda item: (item.index, item.sample), reverse=True)
+        for request in running:
+            self._retract(request)
+        self.forget_prefixes()
+        return len(running)
+
     def _retract(self, request: Request) -> None:
         """Take the memory of a running request; it waits at the front and is computed again from its tokens."""
         self._deallocate(request)
@@ -410,14 +448,15 @@ class Scheduler:
             self.pool.decref(page)
         request.pages = []
         request.freed = 0
-        self._new_pages = {place: page for place, page in self._new_pages.items() if place[0] != request.slot}
+        if self._new_pages:
+            self._new_pages = {place: page for place, page in self._new_pages.items() if place[0] != request.slot}
         if self._sharing is not None:
             self._sharing.remove(request.slot)
         self.free_slots.append(request.slot)
         request.slot = None
         if request.automaton is not None:
             self.grammars.decref(request.automaton)
-        (self._running if request in self._running else self._prefilling).remove(request)
+        (self._running if request in self._running else self._prefilling).pop(request)
 
     def _allocate(self, count: int) -> list[int]:
         pages = self.pool.allocate(count)
@@ -431,11 +470,10 @@ class Scheduler:
             missing -= self.cache.evict(missing)
         return missing <= 0
 
-    def _most_pages(self, request: Request) -> int:
-        """The most pages that a request can hold."""
-        return self._pages_for(
-            reserved_length(request.prompt_len + request.params.max_new_tokens, self.kv_slots_per_step)
-        )
-
     def _pages_for(self, tokens: int) -> int:
         return pages_for(tokens, self._page_size)
+
+
+def _grows(request: Request) -> bool:
+    """Whether it may need more pages."""
+    return len(request.pages) < request.most_pages

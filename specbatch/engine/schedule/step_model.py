@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import inf
 
 SMOOTH = 1 / 8  # weight of a step's time against those before it, as an exponent
-FIRST = 1 / 2  # the same for a probe, and for the first steps of a kind
+FIRST = 1 / 2  # the same for a probe, and for the first steps of a kind; the very first counts in full
 SETTLE = 8  # so many first steps of a kind correct its own time; later ones show what changes all times, as clocks do
 MOST_OFF = 2.0  # an observed time counts as at most so many times the predicted one
 
@@ -84,7 +84,7 @@ class StepModel:
         is_first = not any(other[0] == bucket and other != kind for other in self._seen)
         self._seen[kind] = self._seen.get(kind, 0) + 1
         if not is_first and (probing or self._seen[kind] <= SETTLE):
-            self._own[kind] = self._own.get(kind, 1.0) * ratio**FIRST
+            self._own[kind] = self._own.get(kind, 1.0) * ratio ** (FIRST if self._seen[kind] > 1 else 1.0)
         else:
             self._common[bucket] = known * ratio ** (SMOOTH if bucket in self._common else 1.0)
 

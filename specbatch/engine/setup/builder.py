@@ -40,9 +40,9 @@ from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.progress.bars import Report, Stages
-from specbatch.runtime.cuda_graphs import Recorder, batch_buckets
+from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, recorded_tokens
 from specbatch.runtime.device import type_name
-from specbatch.runtime.loader import Loader, quantization_lines, quantizes_activations
+from specbatch.runtime.loader import Loader, grouped_line, kept_groups, quantization_lines, quantizes_activations
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights import Log
 
@@ -135,7 +135,7 @@ def _build(
             parts = _load(prepared, plan, shared, log, progress, ranks)
             parts.caps["load_s"] = time.perf_counter() - before
             try:
-                parts.caps.update(_record_graphs(parts.worker, log, progress))
+                parts.caps.update(_record_graphs(parts, log, progress))
                 if others is not None:
                     parts.worker.lead(others)
                     others.wait_until_built()
@@ -163,9 +163,10 @@ def _load(
     num_drafts = config.speculation.num_drafts
     kv_slots = draft.kv_slots_per_step(num_drafts)
     width = reserved_length(plan.max_model_len, kv_slots) + 1
-    recorder = Recorder(device) if config.graphs.any else None
+    recorder = Recorder(device, may_leave_out=ranks is None) if config.graphs.any else None
     to_fp8 = config.speculation.quantizes_draft
-    batch = DeviceBatch(config.max_running, width, pages_for(width, config.page_size), device)
+    recorded = recorded_tokens(plan.prefill_chunk, sizes.hidden_size, sizes.ranks)
+    batch = DeviceBatch(plan.max_running, width, pages_for(width, config.page_size), device)
     loader = Loader(
         dtype=dtype,
         kv_dtype=kv_dtype_of(config, dtype),
@@ -174,7 +175,7 @@ def _load(
         pages=plan.kv_pages,
         page_size=config.page_size,
         attention=attention,
-        chunk=config.prefill_chunk,
+        chunk=recorded,
         page_table=batch.page_table,
         tokens=batch.tokens,
         num_drafts=num_drafts,
@@ -191,6 +192,8 @@ def _load(
     model = model.with_aux(draft.aux)
     models, loads = (target.config, draft.config), (shared is None, draft.weights is not None)
     fp8 = quantizes_activations(config.fp8_activations, dtype, device, *models, at_load=to_fp8)
+    if shared is None and (line := grouped_line(target, device, kept_groups(target, device, ranks))) is not None:
+        log(line)
     for line in quantization_lines(model, draft.config, loads=loads, quantizes=fp8, draft_to_fp8=to_fp8):
         log(line)
     needs_all_hidden = draft.needs_all_hidden
@@ -214,12 +217,12 @@ def _load(
     token_check = None if ranks is None else TokenCheck(device)
     if token_check is not None:
         step = DigestedStep(**vars(step), history=token_check.history)
-    elif (budget := _budget(config, device)) is not None:
+    elif (budget := _budget(config, plan.max_running, device)) is not None:
         step = BudgetedStep(**vars(step), budget=budget)
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
     sharing = None
     if shares_prefixes(prepared):
-        sharing = SharedPrefixPlanner(config.page_size, bytes_per_page(prepared.model, 1, 1, cache.dtype))
+        sharing = SharedPrefixPlanner(config.page_size, bytes_per_page(prepared.model, 1, 1, cache.dtype), cache.group)
     reads = draft.catch_up == "target"
     worker = DeviceWorker(
         batch,
@@ -231,7 +234,8 @@ def _load(
         caches=loader.caches,
         forwards=loader.forwards,
         page_size=config.page_size,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=plan.prefill_chunk,
+        recorded_tokens=recorded,
         draft_lengths=config.speculation.draft_lengths,
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
@@ -241,7 +245,7 @@ def _load(
         corpus=corpus,
         fewest=PROBED if can_split else None,
     )
-    chooser = DraftLength(config.speculation.draft_lengths, batch_buckets(config.max_running))
+    chooser = DraftLength(config.speculation.draft_lengths, batch_buckets(plan.max_running))
     chooser.can_split = can_split
     return EngineParts(
         config=config,
@@ -270,11 +274,13 @@ def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *,
         "fp8_activations": "on" if fp8 else "off",
         "deterministic": "on" if config.deterministic else "off",
         "attention_backend": cache.attention.name,
-        "max_running": config.max_running,
+        "max_running": plan.max_running,
         "max_model_len": plan.max_model_len,
         "kv_pages": plan.kv_pages,
         "page_size": config.page_size,
-        "prefill_chunk": config.prefill_chunk,
+        "prefill_chunk": plan.prefill_chunk,
+        "memory_fraction": plan.memory_fraction,
+        "reasons": plan.reasons,
         "verify_rows": asked.num_drafts + 1,
         "verify_slots": prepared.draft.kv_slots_per_step(asked.num_drafts),
         "draft_shape": str(asked.shape) if asked.num_drafts else "none",
@@ -298,12 +304,12 @@ def _thresholds(simulated: AcceptanceProfile, device: torch.device) -> torch.Ten
     return acceptance_thresholds(simulated.conditional, device)
 
 
-def _budget(config: EngineConfig, device: torch.device) -> VerifyBudget | None:
+def _budget(config: EngineConfig, running: int, device: torch.device) -> VerifyBudget | None:
     asked = config.speculation
     if asked.verify_budget is None:
         return None
     by_rejection = asked.entry.samples_drafts and asked.corpus is None and not config.deterministic
-    return VerifyBudget.of(asked.verify_budget, config.max_running, device, mixes_seeds=by_rejection)
+    return VerifyBudget.of(asked.verify_budget, running, device, mixes_seeds=by_rejection)
 
 
 def _scheduler(
@@ -325,8 +331,8 @@ def _scheduler(
         pool,
         prefixes,
         page_size=config.page_size,
-        max_running=config.max_running,
-        prefill_chunk=config.prefill_chunk,
+        max_running=plan.max_running,
+        prefill_chunk=plan.prefill_chunk,
         kv_slots_per_step=draft.kv_slots_per_step(config.speculation.num_drafts),
         uncached_tail=draft.uncached_tail,
         window=_largest_window([target, *[draft.config] * bool(draft.kv_layers)]),
@@ -342,11 +348,15 @@ def _largest_window(models: list[ModelConfig]) -> int | None:
     return None if None in windows else max(filter(None, windows))
 
 
-def _record_graphs(worker: DeviceWorker, log: Log, progress: Stages) -> dict[str, Any]:
-    """Record the graphs, if any, once their kernels are compiled. Returns the time and memory that it took, for the
-    caps."""
+def _record_graphs(parts: EngineParts, log: Log, progress: Stages) -> dict[str, Any]:
+    """Record the graphs, if any, once their kernels are compiled. Returns the time and memory that it took, and the
+    largest batch if it is smaller than planned, for the caps."""
+    worker, plan, graphs = parts.worker, parts.plan, parts.config.graphs
     if not worker.recordings():
         return {}
+    if graphs.prefill == "piecewise" and plan.prefill_chunk > worker.recorded_tokens:
+        most = worker.recorded_tokens
+        log(f"prefill passes of more than {most} tokens run without graphs, which would not make them faster")
     start, free = time.perf_counter(), available_memory(worker.batch.device)
     progress.begin("compiling kernels")
     compiled = worker.compile_kernels(progress)
@@ -360,7 +370,17 @@ def _record_graphs(worker: DeviceWorker, log: Log, progress: Stages) -> dict[str
     total = worker.record_graphs(progress)
     seconds, taken = time.perf_counter() - recording, max(free - available_memory(worker.batch.device), 0)
     log(f"graphs: {total} buckets recorded in {seconds:.1f} s, {size_text(taken)}")
-    return {"compile_s": recording - start, "capture_s": seconds, "graph_bytes": taken}
+    found: dict[str, Any] = {"compile_s": recording - start, "capture_s": seconds, "graph_bytes": taken}
+    if left_out := sorted({size for item in worker.recordings() for size in item.left_out}):
+        works = f"memory_fraction={plan.memory_fraction:g} leaves too little memory for them; use a lower one"
+        log(f"graphs of {', '.join(map(str, left_out))} requests or tokens are not recorded: {works}")
+    if worker.graphs is not None and (most := worker.graphs.most) < plan.max_running:
+        why = f"lowered from {plan.max_running}: there was no memory for the graphs of more"
+        log(f"max_running: {most} ({why})")
+        parts.scheduler.max_running = most
+        parts.draft_length.buckets = batch_buckets(most)
+        found |= {"max_running": most, "reasons": plan.reasons | {"max_running": why}}
+    return found
 
 
 def _times(caps: dict[str, Any], total: float) -> str:
@@ -380,7 +400,7 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
     model = measure_step_times(parts.worker, chooser.buckets, chooser.draft_lengths, slots_per_step=slots, pages=pages)
     chooser.model = model
     if parts.draft.catch_up != "none":
-        chunk, by_target = parts.config.prefill_chunk, parts.draft.catch_up == "target"
+        chunk, by_target = parts.plan.prefill_chunk, parts.draft.catch_up == "target"
         chooser.catch_up_s, chooser.prompt_s = measure_catch_up(parts.worker, chunk, pages, by_target=by_target)
         chooser.idle_tokens = parts.draft.uncached_tail + 1
 

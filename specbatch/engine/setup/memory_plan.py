@@ -23,8 +23,8 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import token_bytes
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.partition import rows_per_rank
-from specbatch.runtime.cuda_graphs import graph_bytes
-from specbatch.runtime.loader import dequantized_bytes, saved_by_fp8, weight_bytes
+from specbatch.runtime.cuda_graphs import graph_bytes, recorded_tokens
+from specbatch.runtime.loader import dequantized_bytes, kept_groups, saved_by_fp8, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 
 
@@ -33,27 +33,35 @@ def memory_plan(
 ) -> MemoryPlan:
     """How an engine would use the memory that is free now, of each rank what the rank with the least has. Refuses what
     does not fit."""
-    config, device, _, model, dtype, _, draft, corpus = prepared
-    kv_dtype, chunk = kv_dtype_of(config, dtype), config.prefill_chunk
-    graphs = graph_bytes(
-        config.graphs,
-        most=config.max_running,
-        chunk=chunk,
-        layers=model.num_layers + draft.layers,
-        draft_lengths=config.speculation.draft_lengths,
-        may_share=shares_prefixes(prepared),
-    )
-    if config.graphs.prefill == "piecewise":
-        graphs += static_bytes(model, dtype, chunk, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
-        graphs += static_bytes(draft.config, dtype, chunk, needs_all_hidden=False) if draft.layers else 0
-    pools = 2 if graphs else 1  # graphs have one of their own
+    config, device, target, model, dtype, _, draft, corpus = prepared
+    kv_dtype, may_share = kv_dtype_of(config, dtype), shares_prefixes(prepared)
+
+    def of_graphs(running: int, chunk: int) -> int:
+        most = recorded_tokens(chunk, model.hidden_size, model.ranks)
+        recorded = graph_bytes(
+            config.graphs,
+            most=running,
+            chunk=most,
+            layers=model.num_layers + draft.layers,
+            draft_lengths=config.speculation.draft_lengths,
+            may_share=may_share,
+        )
+        if config.graphs.prefill == "piecewise":
+            recorded += static_bytes(model, dtype, most, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
+            recorded += static_bytes(draft.config, dtype, most, needs_all_hidden=False) if draft.layers else 0
+        return recorded
+
+    pools = 2 if config.graphs.any else 1  # graphs have one of their own
+    dequantized = pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config))
     target_page = bytes_per_page(model, len(model.kv_layers), config.page_size, kv_dtype)
     return plan_memory(
         config,
         free=available_memory(device) if ranks is None else _least_memory(device, ranks),
         on_cpu=device.type == "cpu",
         model_len=min(model.max_position, draft.config.max_position),
-        weights=0 if is_shared and share.index == 0 else weight_bytes(model, dtype, device),
+        weights=0
+        if is_shared and share.index == 0
+        else weight_bytes(model, dtype, device, kept_groups(target, device, ranks)),
         draft_weights=_draft_bytes(draft, dtype, device, to_fp8=config.speculation.quantizes_draft),
         page_bytes=target_page + bytes_per_page(draft.config, draft.kv_layers, config.page_size, kv_dtype),
         target_page_bytes=target_page,
@@ -62,11 +70,11 @@ def memory_plan(
         vocabulary=model.vocab_size,
         rows=draft.kv_slots_per_step(config.speculation.num_drafts),
         token_bytes=_token_bytes(model, draft, dtype),
-        temporary=pools * max(dequantized_bytes(part, dtype, device) for part in (model, draft.config))
-        + (_prefix_bytes(prepared) if shares_prefixes(prepared) else 0),
+        temporary=lambda running: dequantized + (_prefix_bytes(prepared, running) if may_share else 0),
         corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
         grammars=2 * CELLS,
-        graphs=graphs,
+        graph_bytes=of_graphs,
+        is_sparse=model.chosen is not None,
         share=share,
     )
 
@@ -80,10 +88,10 @@ def shares_prefixes(prepared: Prepared) -> bool:
     return bool(model.kv_layers) and not model.has_latents and model.largest_window is None
 
 
-def _prefix_bytes(prepared: Prepared) -> int:
+def _prefix_bytes(prepared: Prepared, running: int) -> int:
     config, model = prepared.config, prepared.model
     rows, heads = config.speculation.num_drafts + 1, (model.num_heads, model.num_kv_heads, model.head_dim)
-    return prefix_bytes(config.max_running, rows, MOST_GROUPS, *heads, prepared.device)
+    return prefix_bytes(running, rows, MOST_GROUPS, *heads, prepared.device)
 
 
 def pages_of_shared_pool(prepared: Sequence[Prepared], replicas: int = 1) -> int | None:

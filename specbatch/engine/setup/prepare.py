@@ -15,7 +15,7 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.corpus import CorpusPlan
 from specbatch.drafters.corpus_files import plan_corpus
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention, prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import Layout, PrefillAttention, prefill_backend
 from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -62,7 +62,14 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     )
     dtype = find_dtype(config.dtype, target.config.dtype, device)
     attention = {
-        "target": prefill_backend(config.attention_backend, device, latents=target.config.has_latents),
+        "target": prefill_backend(
+            config.attention_backend,
+            device,
+            layout=Layout(dtype, target.config.head_dim, config.page_size),
+            latents=target.config.has_latents,
+            deterministic=config.deterministic,
+            log=log,
+        )
     }
     if shared is not None and (dtype, device) != (shared.dtype, shared.device):
         works = f"the weights are {type_name(shared.dtype)} on {shared.device}; use the same"
@@ -86,7 +93,12 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     if not config.fp8_activations and not quantizes_activations(True, dtype, device, *models, at_load=to_fp8):
         log("fp8_activations: off has no effect: this model has no FP8 GEMM on this device")
     attention["draft"] = prefill_backend(
-        config.draft_attention_backend, device, "draft_attention_backend", latents=draft.config.has_latents
+        config.draft_attention_backend,
+        device,
+        "draft_attention_backend",
+        layout=Layout(dtype, draft.config.head_dim, config.page_size),
+        latents=draft.config.has_latents,
+        deterministic=config.deterministic,
     )
     model = target.config
     if config.tensor_parallel > 1:

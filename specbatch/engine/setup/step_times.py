@@ -17,9 +17,8 @@ from specbatch.memory.page_pool import pages_for
 
 RUNS = 3  # of which the shortest counts, after one that warms up ...
 ENOUGH_S = 0.05  # ... but no more of them than this takes
-# For running the largest step first on a GPU. At its power limit, as in a run, steps of many rows take up to a fifth
-# longer than on a cool one, and steps of few rows do not.
-WARM_S = 0.5
+WARM_S = 0.2  # of steps without drafts, on a GPU, which is slow at first
+MOST_CATCH_UP = 2048  # tokens of a pass in which catching up is timed
 LONG = {"cuda": 1 << 17, "cpu": 1 << 12}  # cached tokens of a step with long contexts, at most
 
 
@@ -50,13 +49,15 @@ def measure_step_times(
     if device.type == "cuda":
         padding, warm = [0] * sizes[-1], 0.0
         while warm < WARM_S:
-            work = partial(worker.decode, padding, SamplingFlags(), draft_lengths[-1], slots_per_step + 1)
+            work = partial(worker.decode, padding, SamplingFlags(), draft_lengths[0], slots_per_step + 1)
             warm += seconds_of(work, device)
     measured: dict[int, dict[int, float]] = {}
     per_token: dict[int, dict[int, float]] = {}
     short, limit = min(2 * slots_per_step + 1, most), LONG.get(device.type, LONG["cpu"])
-    for size in reversed(sizes):
-        measured[size] = {num_drafts: time_of(size, short, num_drafts) for num_drafts in reversed(draft_lengths)}
+    # From few to many rows: at its power limit a GPU is slower for a while, also with what takes less power. A time of
+    # many rows may then be too short, which steps of a run correct as soon as they rely on it.
+    for size in sizes:
+        measured[size] = {num_drafts: time_of(size, short, num_drafts) for num_drafts in draft_lengths}
         long = min(most, pages // size * page_size - slots_per_step - 1, limit // size)
         per_token[size] = dict.fromkeys(draft_lengths, 0.0)
         if long > 4 * short:
@@ -74,13 +75,16 @@ def measure_catch_up(worker: DeviceWorker, tokens: int, pages: int, *, by_target
     """Seconds per token of a pass of up to so many in which the drafter catches up, and of the drafter in a prompt
     pass. by_target: see `DraftPlan.catch_up`."""
     page_size = worker.decode_step.cache.page_size
-    count = min(tokens, worker.batch.width - 2, pages * page_size - 1)
+    count = min(tokens, MOST_CATCH_UP, worker.batch.width - 2, pages * page_size - 1)
     worker.place(1, count, pages_for(count + 1, page_size))
     chunks, device = [PromptChunk(1, 0, count)], worker.batch.device
-    whole = shortest(partial(worker.catch_up, chunks), device)
-    plain = 0.0
-    if by_target:
-        plain = shortest(partial(worker.prefill, PrefillWork(chunks, [], drafts=False)), device)
+    catch_up = partial(worker.catch_up, chunks)
+    prefill = partial(worker.prefill, PrefillWork(chunks, [], drafts=False))
+    whole, plain = shortest(catch_up, device), 0.0
+    if by_target:  # in turn, as clocks change
+        plain = shortest(prefill, device)
+        whole = min(whole, shortest(catch_up, device))
+        plain = min(plain, shortest(prefill, device))
     worker.place(0, 0, 0)
     return whole / count, max(whole - plain, 0.0) / count
 

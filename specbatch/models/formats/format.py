@@ -189,6 +189,16 @@ class Format(ABC):
         """Whether the quantized weight `name` stays so on this device."""
         return self.runs_on(device) and (self.has_expert_gemm or "expert" not in name)
 
+    def group_memory(self, shape: Shape) -> int | None:
+        """Bytes that a quantized weight takes in the groups that a CPU keeps; None if it has no such form."""
+        return None
+
+    def keeps_groups(self, name: str, device: torch.device) -> bool:
+        """Whether the quantized weight `name`, which does not stay so on this device, stays in groups."""
+        from specbatch.kernels.gemm.quantized.grouped import runs_on
+
+        return self.group_memory((1, self.input_step)) is not None and runs_on(device) and "expert" not in name
+
     @abstractmethod
     def load(self, name: str, shape: Shape, source: Source) -> Weight:
         """This rank's part [..., out, in] of a quantized weight, on the device. Refuses values that are not finite."""

@@ -192,6 +192,10 @@ class Int4Weights(Format):
         values = math.prod(shape)
         return values // 2 + 4 * values // self.input_step  # a word of a scale and a zero point
 
+    def group_memory(self, shape: Shape) -> int | None:
+        values = math.prod(shape)
+        return values // 2 + 8 * values // self.input_step  # scale and offset, in float16 where that is exact
+
     def random(self, name: str, shape: Shape, inputs: int, generator: torch.Generator) -> torch.Tensor:
         import torch
 

@@ -222,7 +222,7 @@ def test_prefill_graphs_of_two_layers_write_the_same_keys(targets: Any, monkeypa
 def test_attention_backend_is_for_heads_of_several_layers(targets: Any, watch: Watch) -> None:
     asked = watch(prepare, "prefill_backend", before=lambda *args, **_: args)
     targets.engine("llama", "eagle", draft_attention_backend="torch")
-    assert [(args[0], args[4:]) for args in asked[1:]] == [("torch", ("draft_attention_backend",))]
+    assert [(args[0], args[2:]) for args in asked[1:]] == [("torch", ("draft_attention_backend",))]
     with pytest.raises(SpecbatchError, match=r"^draft_attention_backend='torch': this head has one layer"):
         targets.engine("llama", "eagle3", draft_attention_backend="torch")
 

@@ -69,7 +69,7 @@ class World:
             choice = self.chooser.choose(self.rows, lambda: alike(self.rows, missing=self.missing))
             length = choice.num_drafts
             self.steps[length] += 1
-            self.probes += choice.probing
+            self.probes += choice.probing and not choice.timing
             accepted = [self._accept(p[:length]) for _ in range(self.rows)]
             took = (self.times(length) + extra(length)) * self.random.uniform(0.98, 1.02)
             self.tokens += sum(accepted) + self.rows

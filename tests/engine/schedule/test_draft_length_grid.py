@@ -102,13 +102,14 @@ class Loop:
             choice = self.chooser.choose(self.rows, lambda: Requests(contexts, missing, left))
         drafting = range(self.rows) if choice.members is None else choice.members
         members = set(drafting) if choice.num_drafts else set()
+        shown = set() if choice.timing else members
         self.used[choice.num_drafts, len(members)] = self.used.get((choice.num_drafts, len(members)), 0) + 1
         self.seconds += self._time(choice.num_drafts, len(members), sum(contexts))
         found: list[tuple[int, int]] = []
         all_kept = ended = 0
         for index, request in enumerate(self.active):
             accepted = 0
-            if index in members:
+            if index in shown:
                 self.seconds += request[1] * (PROMPT_S + LONGER_S * contexts[index] / 32_768)
                 request[1] = 0
                 accepted = self._accepted(contexts[index], choice.num_drafts)

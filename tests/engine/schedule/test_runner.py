@@ -45,6 +45,30 @@ def test_waits_and_leads_are_counted(
     assert counters["late_launches"] == overlapped * ready
     assert (counters["launch_lead_s"] > 0) == (overlapped > 0 and not ready)
     assert counters["device_idle_s"] == 0.5 * counters["device_gaps"] == 0.5 * (steps - 1)
+    assert (counters["prefill_device_s"], counters["prefill_idle_s"]) == (1.0, 0.5)  # the gap after it
+
+
+@pytest.mark.parametrize(
+    ("how", "around"),
+    [
+        ({"concurrency": 1}, 3),  # after the first pass, before and after the second one
+        ({"concurrency": 2}, 3),
+        ({"arrivals": [0.0, 0.1]}, 2),  # before the second one there is nothing to do
+    ],
+)
+def test_gaps_around_prefills_are_idle_time(
+    toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], around: int
+) -> None:
+    timed_by(monkeypatch)
+    engine = toy_engine(max_running=2, prefill_chunk=4)
+    engine.generate([[3, 4, 5], [6, 7, 8]], SamplingParams(max_new_tokens=3, ignore_eos=True), **how)
+    record = engine.record()
+    counters = record.counters
+    launches = counters["prefill_passes"] + counters["device_steps"]
+    assert counters["prefill_device_s"] == counters["prefill_passes"] == 2
+    assert counters["prefill_idle_s"] == 0.5 * around
+    idle = counters["device_idle_s"] + 0.5 * around
+    assert record.metrics["device_idle_share"] == idle / (idle + launches)
 
 
 def test_only_the_scheduler_writes_the_scheduling_fields_of_a_request() -> None:

@@ -542,12 +542,12 @@ def crowded(tokens: list[int]) -> tuple[Scheduler, list[Request]]:
     scheduler, pool = make(pages=2 * len(tokens), kv_slots_per_step=1)
     requests = [add(scheduler, index, 6, 2) for index in range(len(tokens))]
     for request, generated in zip(requests, tokens, strict=True):
-        request.params = SamplingParams(max_new_tokens=30)
+        request.params, request.most_tokens = SamplingParams(max_new_tokens=30), request.prompt_len + 30
         request.pages, request.slot = pool.allocate(2), scheduler.free_slots.pop()
         request.tokens += [1] * generated
         request.committed = 8
         scheduler._waiting.remove(request)
-        scheduler._running.append(request)
+        scheduler._running[request] = ScheduledRequest(request, request.epoch, request.slot)
     return scheduler, requests
 
 
@@ -580,7 +580,7 @@ def test_pages_of_an_ended_request_do_not_reach_the_next_owner_of_its_slot() -> 
     heir = add(scheduler, 2, 2, 2)
     add(scheduler, 3, 2, 2)
     spans(scheduler)
-    assert slot in (heir.slot, scheduler._running[-1].slot)
+    assert slot in (heir.slot, list(scheduler._running)[-1].slot)
     plan = scheduler.plan_decode(may_retract=True)
     assert plan is not None
     assert plan.new_pages == []

@@ -107,8 +107,8 @@ def test_zero_points_of_symmetric_weights(
     save_file(tensors, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(str(tmp_path))
     found = load(checkpoint.config, checkpoint.tensor)
-    expected = load(ModelConfig.from_dict(LLAMA), meant.__getitem__)
-    assert torch.equal(logits(found), logits(expected))
+    expected = logits(load(ModelConfig.from_dict(LLAMA), meant.__getitem__))
+    assert (logits(found) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])

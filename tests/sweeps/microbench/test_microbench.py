@@ -15,7 +15,8 @@ from specbatch.sweeps.microbench import runner
 from specbatch.sweeps.microbench.__main__ import app
 from specbatch.sweeps.microbench.runner import Case, Table
 
-ON_A_CPU = {"acceptance", "cpu-decode", "cpu-gemm", "http-client", "job-memory", "state-sizes"}
+ON_A_CPU = {"acceptance", "cache-accuracy", "cpu-decode", "cpu-gemm", "cpu-llama", "host-step", "http-client"}
+ON_A_CPU |= {"job-memory", "state-sizes"}
 KERNELS = sorted({str(command.name) for command in app.registered_commands} - ON_A_CPU)
 
 
@@ -62,3 +63,13 @@ def test_gemms_of_a_cpu_as_a_table_and_as_json(monkeypatch):
     found = json.loads(CliRunner().invoke(app, ["cpu-gemm", "--json"]).stdout)
     assert [row["rows"] for row in found["tables"][0]["rows"]] == [1, 2, 4, 8, 16, 40]
     assert found["versions"]["torch"] == version("torch")
+
+
+def test_host_time_of_a_step_by_number_of_requests():
+    settings = ["--requests", "2,5", "--prompt-tokens", "3", "--new-tokens", "16"]
+    found = CliRunner().invoke(app, ["host-step", "--json", *settings])
+    assert found.exit_code == 0, found.output
+    [table] = json.loads(found.stdout)["tables"]
+    assert [row["requests"] for row in table["rows"]] == [2, 5]
+    for row in table["rows"]:
+        assert 0 < float(row["median (us)"]) <= float(row["longest (us)"])

@@ -12,7 +12,7 @@ from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.sweeps.run import loading
 from specbatch.sweeps.run.configurations import named
-from specbatch.sweeps.run.loading import loaded, shares_of
+from specbatch.sweeps.run.loading import loaded, most_at_once, shares_of, with_concurrency
 
 BASE = EngineConfig(
     model="toy", load_format="dummy", device="cpu", prefix_cache=False, page_size=4, max_running=4, max_model_len=64,
@@ -94,3 +94,20 @@ def test_one_reason_for_all_configurations_is_said_once() -> None:
         except SpecbatchError:
             assert len(failed) == 3, "an engine was built"
         assert [line.split(":")[0] for line in lines if ": model=" in line] == [*failed]
+
+
+def test_max_running_is_that_of_the_concurrency() -> None:
+    auto = replace(BASE, max_running="auto")
+    assert with_concurrency(auto, 9).max_running == 9
+    assert with_concurrency(replace(auto, data_parallel=4), 9).max_running == 3
+    assert with_concurrency(BASE, 4) is BASE
+    with pytest.raises(SpecbatchError, match=r"max_running=4: concurrency 9 on 2 replicas needs at least 5"):
+        with_concurrency(replace(BASE, data_parallel=2), 9)
+
+
+def test_most_at_once_is_what_all_configurations_plan() -> None:
+    auto = replace(BASE, max_running="auto")
+    assert most_at_once({"a": auto, "b": replace(auto, data_parallel=2)}, elsewhere=False) == 32  # on a CPU
+    assert most_at_once({"a": auto, "b": BASE}, elsewhere=False) == 4
+    assert most_at_once({"a": auto, "b": replace(BASE, max_running=40)}, elsewhere=True) == 40
+    assert most_at_once({"a": auto}, elsewhere=True) == 32

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
-from specbatch.kernels.attention.prefill.prefill_backends import NAMES, prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import NAMES, Gpu, Layout, not_gluon, prefill_backend
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 
@@ -38,16 +40,19 @@ class Case:
 @pytest.mark.parametrize("window", [0, 6])
 @pytest.mark.parametrize("bounds", SPANS)
 @pytest.mark.parametrize("handed", [True, False])
-@pytest.mark.parametrize("name", ["auto", "torch", "triton"])
+@pytest.mark.parametrize("name", ["auto", "torch", "triton", "gluon"])
 def test_installed_backends_match_reference(
     device: torch.device, name: str, handed: bool, bounds: tuple[list[int], list[int]], window: int
 ) -> None:
-    if name == "triton" and device.type == "cpu":
+    if name in ("triton", "gluon") and device.type == "cpu":
         pytest.skip("needs a CUDA device")
     for dtype in [torch.float32] if device.type == "cpu" else [torch.float32, torch.float16, torch.bfloat16]:
+        layout = Layout(dtype, 64, 8)
+        if name == "gluon" and not_gluon(Gpu((9, 0), "3.6.0"), layout):
+            continue
         case = Case(*bounds, device, dtype)
-        backend = prefill_backend(name, device)
-        assert backend.name in ("torch", "triton")
+        backend = prefill_backend(name, device, layout=layout)
+        assert backend.name == name or name == "auto"
         new = (case.k_new, case.v_new) if handed else (None, None)
         out = backend(PrefillInputs(case.q, *new, case.k_cache, case.v_cache, case.spans, window))
         slack = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
@@ -58,9 +63,42 @@ def test_auto_selects_torch_without_gpu() -> None:
     assert prefill_backend("auto", CPU).name == "torch"
 
 
-def refusal(name: str, device: torch.device = GPU, *, latents: bool = False) -> str:
+HOPPER, HALF = Gpu((9, 0), "3.6.0"), Layout(torch.bfloat16, 128, 16)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "layout", "reason"),
+    [
+        (HOPPER, HALF, None),
+        (HOPPER, Layout(torch.float16, 64, 8), None),
+        (Gpu((9, 0), "3.9.1+git"), Layout(torch.bfloat16, 256, 48), None),
+        (None, HALF, "needs a Hopper GPU"),
+        (Gpu((10, 0), "3.6.0"), HALF, "needs a Hopper GPU"),
+        (Gpu((9, 0), "3.10.0"), HALF, "was compiled with Triton 3.6 to 3.9 only, not 3.10.0"),
+        (HOPPER, HALF._replace(dtype=torch.float32), "has float16 and bfloat16 only"),
+        (HOPPER, HALF._replace(head_dim=80), "has no heads of 80, only 64, 128, 256"),
+        (HOPPER, HALF._replace(page_size=12), "reads pages of a multiple of 8 tokens only, not 12"),
+    ],
+)
+def test_what_gluon_is_for(gpu: Gpu | None, layout: Layout, reason: str | None) -> None:
+    assert not_gluon(gpu, layout) == reason
+
+
+def test_auto_says_why_it_is_not_gluon() -> None:
+    lines: list[str] = []
+    layout = HALF._replace(head_dim=80)
+    assert prefill_backend("auto", GPU, layout=layout, log=lines.append).name == "triton"
+    reason = "has no heads of 80, only 64, 128, 256" if torch.cuda.is_available() else "needs a Hopper GPU"
+    assert lines == [f"attention_backend: auto is triton, because gluon {reason}"]
+    others: list[dict[str, Any]] = [{"deterministic": True}, {"latents": True}]
+    for other in others:
+        assert prefill_backend("auto", GPU, layout=layout, log=lines.append, **other).name == "triton"
+    assert len(lines) == 1
+
+
+def refusal(name: str, device: torch.device = GPU, **model: bool) -> str:
     with pytest.raises(SpecbatchError) as caught:
-        prefill_backend(name, device, "draft_attention_backend", latents=latents)
+        prefill_backend(name, device, "draft_attention_backend", layout=HALF._replace(head_dim=80), **model)
     text = str(caught.value)
     assert text.startswith(f"draft_attention_backend={name!r}: ")
     assert "\n" not in text
@@ -69,5 +107,9 @@ def refusal(name: str, device: torch.device = GPU, *, latents: bool = False) -> 
 
 def test_unsupported_backends_are_refused() -> None:
     assert all(name in refusal("flashinfer") for name in NAMES)
-    assert "CUDA" in refusal("triton", CPU)
-    assert "multi-head latent attention" in refusal("torch", latents=True)
+    for name in ("gluon", "triton"):
+        assert "CUDA" in refusal(name, CPU)
+    for name in ("gluon", "torch"):
+        assert "multi-head latent attention" in refusal(name, latents=True)
+    assert "has no deterministic mode; use triton or auto" in refusal("gluon", deterministic=True)
+    assert "use triton or auto" in refusal("gluon")

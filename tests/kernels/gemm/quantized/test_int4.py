@@ -224,3 +224,16 @@ def test_shapes_that_do_not_match_are_refused(wrong: dict[str, tuple[int, ...]],
 def test_groups_smaller_than_those_of_the_kernels_are_refused() -> None:
     with pytest.raises(AssertionError, match="groups have 16 inputs"):
         random_weight(40, 128, 16, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_groups_of_a_cpu_have_the_same_values(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values, zeros = (
+        torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator) for shape in ((24, 128), (24, 4))
+    )
+    weight = Int4Weight(pack_int4(values), torch.randn(24, 4, generator=generator).to(dtype), zeros)
+    found = weight.grouped().dequantize(torch.float32)
+    torch.testing.assert_close(
+        found, weight.dequantize(torch.float32), rtol=1e-6, atol=0 if dtype.itemsize == 2 else 1e-6
+    )
