@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ def missing() -> str | None:
         return "llvmlite is not installed; pip install llvmlite"
     if _openmp() is None:
         return "this build of torch has no OpenMP"
-    if _is_x86() and not _features().get("fma"):
+    if platform.machine() == "x86_64" and not _features().get("fma"):
         return "this processor has no FMA instructions"
     return None
 
@@ -245,14 +246,11 @@ def _features() -> dict[str, bool]:
     return dict(llvm.get_host_cpu_features())
 
 
-def _is_x86() -> bool:
-    return torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2", "AVX512")
-
-
 @cache
 def _openmp() -> Callable[[int, int, int, int], None] | None:
     """`GOMP_parallel` of the OpenMP library that torch has loaded: runs a function on all of its threads."""
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    maps = Path("/proc/self/maps")
+    mapped = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line} if maps.exists() else set()
     libraries = [path for path in sorted(mapped) if Path(path).name.startswith(_OPENMP)]
     own = [path for path in libraries if "torch" in path]  # other packages may bring their own
     for path in own or libraries:

@@ -91,8 +91,8 @@ class DeviceBatch:
         self._banned = torch.full(shape, ANY, dtype=torch.int64, device=device)
         # Of grammars. It never moves, because graphs hold its address.
         self._tables = torch.empty(CELLS, dtype=torch.int16, device=device)
-        # Of shared prefixes: groups, lengths and members.
-        self._prefixes = torch.zeros(3 * MOST_GROUPS + 2 * slots, dtype=torch.int32, device=device)
+        shapes = slots, slots, (3, MOST_GROUPS)
+        self._prefixes = SharedPrefixes(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
         self._restricted: set[int] = set()  # slots with biases or bad words
         self._filled: dict[int, torch.Tensor] = {}
         self._groups: dict[tuple[int, int, int], PackedRows] = {}
@@ -180,17 +180,15 @@ class DeviceBatch:
 
     def share_prefixes(self, found: PrefixGroups) -> None:
         """Write the groups of the next steps, whose requests are in the order of `found`."""
-        values = np.zeros(len(self._prefixes), np.int32)
-        first = 0
-        for part, room in ((found.groups, 3 * MOST_GROUPS), (found.lengths, self.slots), (found.members, self.slots)):
-            values[first : first + part.size] = part.reshape(-1)
-            first += room
-        upload_to(self._prefixes, values)
+        lengths, members, groups = self._prefixes
+        lengths.zero_()  # of padding
+        for part, values in ((lengths, found.lengths), (members, found.members)):
+            upload_to(part[: len(values)], values)
+        upload_to(groups, found.groups)
 
     def shared_prefixes(self, count: int) -> SharedPrefixes:
         """Of a step over `count` requests, at fixed addresses."""
-        groups, lengths, members = self._prefixes.split([3 * MOST_GROUPS, self.slots, self.slots])
-        return SharedPrefixes(lengths[:count], members, groups.view(3, MOST_GROUPS))
+        return self._prefixes._replace(lengths=self._prefixes.lengths[:count])
 
     def look_up(self, slots: torch.Tensor, flags: SamplingFlags) -> tuple[torch.Tensor, Sampling]:
         """KV lengths [B] and sampling parameters of slots [B]."""

@@ -17,6 +17,7 @@ MOST_GROUPS = 64  # a power of two
 GROUP_KEYS = 256  # a group: its last tile of rows is not full
 MEMBER_KEYS = 32  # a member: its partial results are written and read again
 TILE_READS = 3  # to multiply the keys with a tile of rows, full or not, takes as long as so many requests read them
+MOST_ROWS = 32  # of a request and KV head: with more, to multiply takes about as long as to read
 LEAST_SAVED = 100 << 20  # bytes of keys and values of a layer, below which a step shares nothing: one kernel more
 
 
@@ -49,11 +50,13 @@ class SharedPrefixPlanner:
 
     page_size  tokens of a page
     key_bytes  of one token in one layer, keys and values
+    group      query heads of a KV head
     """
 
-    def __init__(self, page_size: int, key_bytes: int) -> None:
+    def __init__(self, page_size: int, key_bytes: int, group: int = 1) -> None:
         self._page_size = page_size
         self._least = LEAST_SAVED // key_bytes
+        self._most_tokens = MOST_ROWS // group  # of a request in a step
         self._root = _Node([], 0, None)
         self._ends: dict[int, _Node] = {}
         self._planned: list[int] | None = None  # the slots of the last plan, None if requests came or went since
@@ -78,9 +81,11 @@ class SharedPrefixPlanner:
         if node is not None:
             self._count(node, -1)
 
-    def plan(self, slots: list[int]) -> PrefixGroups | None:
-        """The groups of a step over `slots`, in this order; None if sharing does not pay. The same object as long as
-        nothing changes."""
+    def plan(self, slots: list[int], tokens: int = 1) -> PrefixGroups | None:
+        """The groups of a step over `slots`, in this order, with so many tokens of each; None if sharing does not pay.
+        The same object as long as nothing changes."""
+        if tokens > self._most_tokens:
+            return None
         if slots != self._planned:
             self._planned = list(slots)
             plan = self._group(slots) if self._root.shared else None

@@ -43,6 +43,23 @@ class Counters:
     draft_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     draft_lengths_by_context: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
+    def add_pass(self, seconds: float, gap: float | None) -> None:
+        """Add a prefill pass and the gap before it, if that is known."""
+        self.prefill_device_s += seconds
+        self.prefill_idle_s += gap or 0.0
+
+    def add_device_step(self, seconds: float, gap: float | None, *, follows: bool) -> float:
+        """Add an iteration and the gap before it, if that is known. follows: directly after another iteration. Returns
+        its seconds, with the gap if it follows."""
+        self.device_s += seconds
+        self.device_steps += 1
+        if gap is None or not follows:
+            self.prefill_idle_s += gap or 0.0
+            return seconds
+        self.device_idle_s += gap
+        self.device_gaps += 1
+        return seconds + gap
+
     def add_step(self, rows: int, seconds: float) -> None:
         entry = self.steps_by_rows.setdefault(str(rows), [0, 0.0])
         entry[0] += 1

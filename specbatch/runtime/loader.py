@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,21 +38,16 @@ def weight_bytes(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, grouped: GroupedSource | None = None
 ) -> int:
     """Memory that a model's weights take once they are loaded. grouped: see `kept_groups`."""
-    if grouped is not None:
-        return _with_groups(config, dtype, grouped.bytes)
-    count = parameter_count(config)
-    if config.tie_embeddings and is_blocked(dtype, device):  # the head is then a copy of the embedding
-        count += rows_per_rank(config.vocab_size, config.ranks) * config.hidden_size
-    kept, shapes = kept_quantized(config, device), weight_shapes(config)
-    return count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
-
-
-def _with_groups(config: ModelConfig, dtype: torch.dtype, kept: Mapping[str, int]) -> int:
-    """`weight_bytes` if the matrices `kept` take so much. The embedding is a table beside the output matrix."""
-    whole = {name: math.prod(shape) * dtype.itemsize for name, shape in weight_shapes(config).items()}
-    table = config.names.embedding
-    head = {"tied": kept.get(table, 0)} if config.tie_embeddings else {}
-    return sum((whole | {name: size for name, size in kept.items() if name != table} | head).values())
+    count, kept, shapes = parameter_count(config), kept_quantized(config, device), weight_shapes(config)
+    kept |= {name: size for name, size in (grouped.bytes if grouped else {}).items() if name in shapes}
+    head = kept.pop(config.names.embedding, None)  # the embedding itself is a table of the type
+    size = count * dtype.itemsize + sum(size - math.prod(shapes[name]) * dtype.itemsize for name, size in kept.items())
+    if not config.tie_embeddings:
+        return size
+    if head is not None:
+        return size + head
+    copied = is_blocked(dtype, device)  # the head is then a copy of the embedding
+    return size + copied * rows_per_rank(config.vocab_size, config.ranks) * config.hidden_size * dtype.itemsize
 
 
 def kept_groups(
@@ -68,7 +63,9 @@ def grouped_line(checkpoint: Checkpoint, device: torch.device, kept: GroupedSour
         return None
     if kept is None:
         return f"quantized weights of {checkpoint.name}: dequantized" + (f", as {why}" if (why := missing()) else "")
-    return f"quantized weights of {checkpoint.name}: {len(kept.bytes)} kept, {size_text(sum(kept.bytes.values()))}"
+    config = checkpoint.config
+    sizes = [size for name, size in kept.bytes.items() if config.tie_embeddings or name != config.names.embedding]
+    return f"quantized weights of {checkpoint.name}: {len(sizes)} matrices kept, {size_text(sum(sizes))}"
 
 
 def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:

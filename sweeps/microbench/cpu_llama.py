@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
@@ -47,8 +47,7 @@ def tables(
         raise SpecbatchError("xllamacpp is not installed; pip install xllamacpp")
     path = pull(model) if model in KNOWN_MODELS else Path(model)
     rows = (_row(path, int(count), new_tokens, repeats) for count in threads.split(","))
-    package = import_module("xllamacpp")
-    yield Table(rows, f"{path.name}, {new_tokens} new tokens, float32; xllamacpp {package.__version__}")
+    yield Table(rows, f"{path.name}, {new_tokens} new tokens, float32; xllamacpp {version('xllamacpp')}")
 
 
 def _row(path: Path, threads: int, new_tokens: int, repeats: int) -> Row:
@@ -98,11 +97,12 @@ def _specbatch(engine: Engine, prompt: list[int]) -> Generate:
 
 
 def _llama(path: Path, prompt: list[int], threads: int) -> Generate:
-    package: Any = import_module("xllamacpp")
-    params = package.CommonParams()
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.verbosity = str(path), 1024, 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    server = package.Server(params)
+    server = xllamacpp.Server(params)
 
     def run(new_tokens: int) -> str:
         asked = {"prompt": prompt, "n_predict": new_tokens, "temperature": 0, "ignore_eos": True}

@@ -1,7 +1,7 @@
 """Attention of sequences that share a prefix: its keys read once for each group, and once for each sequence.
 
 Qwen3-8B's shape (32 query and 8 KV heads of 128), BF16. Each sequence has 128 tokens of its own. With tiles of
-`prefix_attention`: what the rules choose, and the three fastest of a grid, in microseconds of both kernels.
+`prefix_attention`: what the rules choose (None), and the three fastest of a grid, in microseconds of all kernels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from specbatch.kernels.attention.queries import SharedPrefixes
-from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixTile, prefix_tile
+from specbatch.kernels.attention.verify.prefix_attention_configs import GLUON_TILES, PrefixTile
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.sweeps.microbench.attention_tiles import Work, verify_step
 from specbatch.sweeps.microbench.runner import Call, Case, Row, Table
@@ -31,19 +31,17 @@ POINTS = [  # sequences, rows of each, keys of a prefix, groups
     (4, 1, 32768, 1),
 ]
 TILES = [
-    *(PrefixTile(128, 64, 8, stages, registers) for stages in (2, 3, 4) for registers in (None, 168)),
-    *(PrefixTile(128, 128, 8, 2, registers) for registers in (None, 168)),
-    *(PrefixTile(64, 64, 4, 2, registers, resident) for registers in (None, 168) for resident in (1, 2)),
+    *(PrefixTile(128, 64, 8, 3, registers) for registers in (None, 168)),
     PrefixTile(64, 64, 4, 3),
-    PrefixTile(64, 128, 4, 2),
+    PrefixTile(64, 64, 4, 2, None, 2),
+    GLUON_TILES[128],
+    PrefixTile(128, 64, 4, 4, gluon=True),
 ]
 
 
 def tables() -> Iterator[Table]:
-    for page_size in (16, 64):
-        works = [_work(*point, page_size) for point in TILED]
-        compile_all(_launch, [(n, tile, page_size) for n in (1, 4, 16) for tile in TILES])
-        yield Table([_tiled(work) for work in works], title=f"tiles, pages of {page_size}")
+    compile_all(_launch, [(n, tile) for n in (1, 4, 16) for tile in TILES])
+    yield Table([_tiled(_work(*point)) for point in TILED], title="tiles")
     yield Table(map(_case, POINTS), title="once for each group, and for each sequence")
 
 
@@ -57,19 +55,19 @@ def prefixes_of(work: Work) -> SharedPrefixes:
     return SharedPrefixes(lengths, torch.arange(work.batch, dtype=torch.int32, device="cuda"), groups.cuda())
 
 
-def _work(batch: int, n: int, shared: int, groups: int, page_size: int = 16) -> Work:
-    return Work(batch, n, shared + OWN, shared=shared, groups=groups, page_size=page_size)
+def _work(batch: int, n: int, shared: int, groups: int) -> Work:
+    return Work(batch, n, shared + OWN, shared=shared, groups=groups)
 
 
 def _tiled(work: Work) -> Row:
     step = verify_step(work, prefixes_of(work))
 
-    def launches(tile: PrefixTile) -> Sequence[Call]:
+    def launches(tile: PrefixTile | None) -> Sequence[Call]:
         return work.launches(partial(step, prefix_tile=tile))
 
-    rule = prefix_tile(torch.bfloat16, work.dim, "pages" if work.page_size % 64 == 0 else "slots")
     labels: Row = {"batch": work.batch, "rows": work.n, "shared": work.shared}
-    return fastest(labels, launches, rule, TILES, "query rows, keys, warps, stages, registers, resident")
+    columns = "query rows, keys, warps, stages, registers, resident, gluon"
+    return fastest(labels, launches, None, TILES, columns)
 
 
 def _case(point: tuple[int, int, int, int]) -> Case:
@@ -81,6 +79,6 @@ def _case(point: tuple[int, int, int, int]) -> Case:
     return Case(labels, calls, flop=flop)
 
 
-def _launch(n: int, tile: PrefixTile, page_size: int) -> None:
-    work = _work(8, n, 256, 1, page_size)
+def _launch(n: int, tile: PrefixTile) -> None:
+    work = _work(8, n, 256, 1)
     verify_step(work, prefixes_of(work))(0, prefix_tile=tile)

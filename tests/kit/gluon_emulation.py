@@ -8,6 +8,7 @@ not show wrong layouts, nor missing fences.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -111,8 +112,8 @@ def _load(pointer: Pointer, mask: Any = None, other: Any = None) -> torch.Tensor
     return torch.where(mask, pointer.memory[torch.where(mask, places, 0)], other)
 
 
-def _store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
-    mask = mask.expand(value.shape)
+def _store(pointer: Pointer, value: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+    mask = (torch.ones(()) > 0 if mask is None else mask).expand(value.shape)
     pointer.memory[pointer.places.expand(value.shape)[mask]] = value[mask].to(pointer.base.dtype)
 
 
@@ -176,7 +177,7 @@ def emulated(kernel: JITFunction[Any]) -> Any:
     names: dict[str, Any] = {}
     language = SimpleNamespace(
         int32=torch.int32, int64=torch.int64, float32=torch.float32,
-        load=_load, store=_store, where=torch.where, exp2=torch.exp2, log2=torch.log2,
+        load=_load, store=_store, rsqrt=torch.rsqrt, where=torch.where, exp2=torch.exp2, log2=torch.log2,
         minimum=_numbers(torch.minimum), maximum=_numbers(torch.maximum), cdiv=lambda a, b: (a + b - 1) // b,
         max=lambda x, axis: x.amax(axis), sum=lambda x, axis: x.sum(axis), static_range=range,
         arange=lambda start, end, layout: torch.arange(start, end, dtype=torch.int32),
@@ -206,9 +207,10 @@ def emulated(kernel: JITFunction[Any]) -> Any:
     def launch(grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*args: Any, num_warps: int, **settings: Any) -> None:
             given = [_argument(x) for x in args]
-            for program in range(grid[0]):
-                language.program_id = lambda axis, at=program: torch.tensor(at)
-                language.num_programs = lambda axis: grid[0]
+            settings.pop("launch_pdl", None)
+            language.num_programs = lambda axis: grid[axis]
+            for program in itertools.product(*map(range, grid)):
+                language.program_id = lambda axis, at=program: torch.tensor(at[axis])
                 function(*given, **settings)
 
         return run

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.engine.schedule.runner import SAMPLE_SEED_STEP
+from specbatch.engine.schedule.worker_calls import SAMPLE_SEED_STEP
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import TARGET, uniform_ref
 

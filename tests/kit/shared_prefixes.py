@@ -15,8 +15,9 @@ from specbatch.memory import shared_prefixes
 
 def share_always(patch: pytest.MonkeyPatch) -> None:
     """Two requests with a page in common share it."""
-    for name in ("GROUP_KEYS", "MEMBER_KEYS", "LEAST_SAVED", "TILE_READS"):
-        patch.setattr(shared_prefixes, name, int(name == "TILE_READS"))
+    costs = {"GROUP_KEYS": 0, "MEMBER_KEYS": 0, "LEAST_SAVED": 0, "TILE_READS": 1, "MOST_ROWS": 999}
+    for name, value in costs.items():
+        patch.setattr(shared_prefixes, name, value)
 
 
 def _has_shared_keys(prepared: Prepared) -> bool:

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from shared_prefixes import share_always
 
-from specbatch.memory.shared_prefixes import LEAST_SAVED, MOST_GROUPS, PrefixGroups, SharedPrefixPlanner
+from specbatch.memory.shared_prefixes import LEAST_SAVED, MOST_GROUPS, MOST_ROWS, PrefixGroups, SharedPrefixPlanner
 
 SYSTEM, BLOCK = list(range(1, 101)), list(range(500, 600))  # pages
 
@@ -49,6 +49,16 @@ def test_too_little_to_save() -> None:
     assert groups(planner(pages, 4 * some).plan(slots)) == {tuple(range(8)): 1600}
     assert planner(pages, 4 * some).plan([1, 2]) is None  # a tile of rows for two
     assert planner({1: SYSTEM}, 4 * some).plan([1]) is None
+
+
+def test_steps_with_many_rows_share_nothing() -> None:
+    found, slots = SharedPrefixPlanner(16, 4096, group=4), list(range(1, 65))
+    for slot in slots:
+        found.add(slot, SYSTEM)
+    plan = found.plan(slots, MOST_ROWS // 4)
+    assert plan is not None
+    assert found.plan(slots, MOST_ROWS // 4 + 1) is None
+    assert found.plan(slots, 1) is plan
 
 
 def test_nested_prefixes_share_what_saves_most() -> None:

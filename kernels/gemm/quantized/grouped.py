@@ -6,13 +6,11 @@ A weight is value * scale + offset, in float32. On a CPU a GEMM reads them so: `
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.common import native
-from specbatch.kernels.common.native import Native
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.activations import silu_and_mul
 from specbatch.kernels.elementwise.elementwise_native import rms_norm as native_rms_norm
@@ -67,7 +65,7 @@ class GroupedLinear(UnfusedLinear):
     """A `Linear` whose weight is a `GroupedWeight`, in tiles of outputs: values of 4 bits if they are from 0 to 15, two
     in a byte, else of 8; no offsets if all are 0.
 
-    values uint8 [tiles, in, 16] (outputs j and j + 16 in byte j) or int8 [tiles, in, 32]; scales and offsets [tiles,
+    values int8 [tiles, in, 16] (outputs j and j + 16 in byte j) or [tiles, in, 32]; scales and offsets [tiles,
     in / group, 32]."""
 
     def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None = None) -> None:
@@ -79,10 +77,7 @@ class GroupedLinear(UnfusedLinear):
             self._values = self._values[..., : TILE // 2] | self._values[..., TILE // 2 :] << 4
         self._scales = _tiled(weight.scales)
         self._offsets = _tiled(weight.offsets.to(weight.scales.dtype)) if weight.offsets.any() else None
-
-    @cached_property
-    def _run(self) -> Native:
-        return gemm(self._bits, self._group, self._scales.dtype == torch.float16, self._offsets is not None)
+        self._run = gemm(self._bits, self._group, self._scales.dtype == torch.float16, self._offsets is not None)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ path, which multiplies values and scales the sums of groups: fewer instructions,
 from __future__ import annotations
 
 from functools import cache, reduce
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from specbatch.kernels.common.native import LANES, Code, Native, has_wide_vectors
@@ -18,13 +19,19 @@ if TYPE_CHECKING:
 TILE = 2 * LANES  # outputs that are stored together
 _BLOCK = 128  # inputs of a tile that are dequantized at a time for several rows
 _UNROLLED = 4
+_compiling = Lock()
 
 
-@cache
 def gemm(bits: int, group: int, half: bool, offsets: bool) -> Native:
     """The function for weights with so many bits, in groups of so many inputs. half: whether scales and offsets are
     float16; offsets: whether there are any. Arguments: x, values, scales, offsets, out; rows, inputs, tiles; whether
     one row takes its own path; what is added to that row, or 0."""
+    with _compiling:  # layers are loaded by several threads
+        return _compiled(bits, group, half, offsets)
+
+
+@cache
+def _compiled(bits: int, group: int, half: bool, offsets: bool) -> Native:
     return Native(lambda code: _build(code, bits, group, half=half, offsets=offsets))
 
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 import torch
 
 from specbatch.core.async_copy import AsyncCopy, StepTimer
 from specbatch.core.attention_metadata import PromptChunk
-from specbatch.core.device_batch import Admission
 from specbatch.core.request import Logprobs, Request
 from specbatch.core.sampling_flags import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
-from specbatch.engine.device.prefill import PrefillWork
 from specbatch.engine.schedule.draft_length import Choice, DraftLength, Requests
-from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk, ScheduledRequest, Scheduler
+from specbatch.engine.schedule.scheduler import ScheduledChunk, ScheduledRequest, Scheduler
 from specbatch.engine.schedule.smaller_batch import Launch
-from specbatch.grammar.token_automaton import FREE
+from specbatch.engine.schedule.worker_calls import admission, prefill_work, scored
 from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
 
-# Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share
-# random numbers.
-SAMPLE_SEED_STEP = 0xD1B54A32D192ED03
 UNKNOWN = 64  # tokens that an answer is expected to have at its beginning
 OnTokens = Callable[[Request, list[int]], None]
 
@@ -133,10 +127,10 @@ class Runner:
         for place, automaton in self.scheduler.grammars.take_new():
             self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
-            self._worker.admit([self._admission(request) for request in plan.admitted])
-        scored = [(chunk, _scored(chunk)) for chunk in plan.chunks]
+            self._worker.admit([admission(request, self._seed) for request in plan.admitted])
+        counts = [(chunk, scored(chunk)) for chunk in plan.chunks]
         drafts = self._drafts_prompts(plan.chunks)
-        result = self._worker.prefill(_prefill_work(plan, scored, drafts=drafts))
+        result = self._worker.prefill(prefill_work(plan, counts, drafts=drafts))
         if timer is not None:
             timer.end(previous=self._last_timer)
             self._passes.append(timer)
@@ -151,7 +145,7 @@ class Runner:
         if first is None and scores is None:
             return None
         ending = [chunk for chunk in plan.chunks if chunk.last]
-        return Launched(ending, first, first=True, scored=scored, scores=scores)
+        return Launched(ending, first, first=True, scored=counts, scores=scores)
 
     @torch.inference_mode()
     def decode(self, *, may_retract: bool) -> Launched | None:
@@ -167,7 +161,7 @@ class Runner:
         choice = self._draft_length.choose(len(plan.requests), lambda: self._describe(plan.requests))
         requests, drafting = _drafting_first(plan.requests, choice)
         slots = [item.slot for item in requests]
-        self._share_prefixes(slots)
+        self._share_prefixes(slots, choice.num_drafts)
         if self._prepare_draft(requests, drafting, choice, plan.bound):
             self._last_timer = None  # the gap before this step is not idle time
         begun = time.perf_counter()
@@ -243,9 +237,9 @@ class Runner:
                 assert chunk.request.prompt_logprobs is not None
                 chunk.request.prompt_logprobs[chunk.start + 1 : chunk.start + 1 + count] = found
 
-    def _share_prefixes(self, slots: list[int]) -> None:
+    def _share_prefixes(self, slots: list[int], num_drafts: int) -> None:
         """Tell the worker what the requests of a step in these slots share, if it has changed."""
-        found = self.scheduler.shared_prefixes(slots)
+        found = self.scheduler.shared_prefixes(slots, num_drafts)
         if found is not self._sharing:
             self._sharing = None  # should writing fail
             self._worker.share_prefixes(found)
@@ -305,20 +299,10 @@ class Runner:
             counters.overlapped += 1
             counters.late_launches += late
             counters.launch_lead_s += 0.0 if late else now - self._launched_at
-        for one in launched.passes:
-            seconds, gap = one.seconds()
-            counters.prefill_device_s += seconds
-            counters.prefill_idle_s += gap or 0.0
         follows = launched.timer.follows
-        step, gap = launched.timer.seconds()
-        counters.device_s += step
-        counters.device_steps += 1
-        if gap is not None and follows:
-            counters.device_idle_s += gap
-            counters.device_gaps += 1
-            step += gap
-        else:
-            counters.prefill_idle_s += gap or 0.0
+        for one in launched.passes:
+            counters.add_pass(*one.seconds())
+        step = counters.add_device_step(*launched.timer.seconds(), follows=follows)
         counters.add_step(rows, step)
         if self._draft_length.is_auto:
             self._draft_length.took(launched.choice, step)
@@ -359,32 +343,6 @@ class Runner:
     def _copy(self, result: Result) -> AsyncCopy:
         return AsyncCopy(*result.tensors(), stream=self._stream)
 
-    def _admission(self, request: Request) -> Admission:
-        assert request.slot is not None
-        p = request.params
-        # The request's own seed, or one from the engine's seed and its index; as a signed 64-bit number. Those of
-        # further samples are far from it.
-        seed = int(p.seed) if p.seed is not None else (self._seed << 32) + request.index
-        seed += request.sample * SAMPLE_SEED_STEP
-        return Admission(
-            slot=request.slot,
-            tokens=request.tokens,
-            pages=request.pages,
-            shared=request.shared,
-            temperature=float(p.temperature),
-            top_k=int(p.top_k),
-            top_p=float(p.top_p),
-            min_p=float(p.min_p),
-            seed=(seed + (1 << 63)) % (1 << 64) - (1 << 63),
-            end_tokens=tuple(sorted(request.end_tokens)) if p.min_tokens else (),
-            end_from=request.prompt_len + p.min_tokens if p.min_tokens and request.end_tokens else 0,
-            prompt=request.prompt_len,
-            penalties=p.penalties,
-            bias=p.logit_bias,
-            banned=request.banned,
-            grammar=_grammar(request),
-        )
-
 
 def _drafting_first(scheduled: Sequence[ScheduledRequest], choice: Choice) -> tuple[Sequence[ScheduledRequest], int]:
     """The requests of a step, those that draft first, and how many these are."""
@@ -402,36 +360,3 @@ def _left(request: Request) -> int:
     is."""
     left = request.params.max_new_tokens - request.generated
     return max(left if request.params.ignore_eos else min(left, max(request.generated, UNKNOWN)), 4)
-
-
-def _scored(chunk: ScheduledChunk) -> int:
-    """After so many of its tokens, the first ones, the log-probability of the next token is asked for."""
-    request = chunk.request
-    return max(min(chunk.end, request.prompt_len - 1) - chunk.start, 0) if request.lacks_prompt_logprobs else 0
-
-
-def _grammar(request: Request) -> tuple[int, int, int, int]:
-    automaton, start = request.automaton, request.table
-    if automaton is None:
-        return 0, 0, 0, FREE
-    return start, start + automaton.classes.size, automaton.row, automaton.after(request.output)
-
-
-def _prefill_work(plan: PrefillPlan, scored: Sequence[tuple[ScheduledChunk, int]], *, drafts: bool) -> PrefillWork:
-    chunks = plan.chunks
-    firsts = accumulate((chunk.end - chunk.start for chunk in chunks), initial=0)  # token of the pass
-    targets = [
-        (first + place, chunk.request.tokens[chunk.start + place + 1])
-        for first, (chunk, count) in zip(firsts, scored, strict=False)
-        for place in range(count)
-    ]
-    ending = [index for index, chunk in enumerate(chunks) if chunk.last]
-    return PrefillWork(
-        [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks],
-        ending,
-        plan.loads,
-        plan.saves,
-        SamplingFlags.union(chunks[index].request.flags for index in ending),
-        targets,
-        drafts,
-    )

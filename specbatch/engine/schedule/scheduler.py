@@ -281,10 +281,10 @@ class Scheduler:
         new_pages, self._new_pages = self._new_pages, {}
         return DecodePlan(scheduled, [(*place, page) for place, page in new_pages.items()], bound)
 
-    def shared_prefixes(self, slots: list[int]) -> PrefixGroups | None:
+    def shared_prefixes(self, slots: list[int], num_drafts: int) -> PrefixGroups | None:
         """What the requests of a step in these slots share, if reading it once pays. The same object until it
         changes."""
-        return None if self._sharing is None else self._sharing.plan(slots)
+        return None if self._sharing is None else self._sharing.plan(slots, num_drafts + 1)
 
     def _reserve(self, request: Request, reach: int, *, may_retract: bool) -> set[Request]:
         """Reserve pages up to a KV length of `reach`. Returns the requests that were retracted for it, perhaps this

@@ -222,7 +222,7 @@ def _load(
     passes: dict[str, Any] = {"page_size": config.page_size, "needs_all_hidden": needs_all_hidden, "fp8": fp8}
     sharing = None
     if shares_prefixes(prepared):
-        sharing = SharedPrefixPlanner(config.page_size, bytes_per_page(prepared.model, 1, 1, cache.dtype))
+        sharing = SharedPrefixPlanner(config.page_size, bytes_per_page(prepared.model, 1, 1, cache.dtype), cache.group)
     reads = draft.catch_up == "target"
     worker = DeviceWorker(
         batch,
