@@ -164,7 +164,6 @@ class Scheduler:
         if found.storing:
             return False
         shared = found.pages
-        undrafted = next((place for place, page in enumerate(shared) if page in self._undrafted), None)
         need = self._pages_for(reserved_length(len(request.tokens), self.kv_slots_per_step)) - len(shared)
         if not self._ensure_free(need + spare) or not self._allocate_grammar(request):
             for page in shared:
@@ -172,7 +171,8 @@ class Scheduler:
             return False
         request.shared = len(shared)
         request.pages = shared + self._allocate(need)
-        request.draft_kv_valid_until = None if undrafted is None else undrafted * self._page_size
+        lacking = self._first_undrafted(request, 0)
+        request.draft_kv_valid_until = None if lacking is None else lacking * self._page_size
         request.most_pages = self._pages_for(reserved_length(request.most_tokens, self.kv_slots_per_step))
         request.slot = self.free_slots.pop()
         request.prefilled = len(shared) * self._page_size
@@ -329,12 +329,13 @@ class Scheduler:
             if request.draft_kv_valid_until is None:  # the draft may lack the newest committed tokens, too
                 request.draft_kv_valid_until = max(request.committed - self._uncached_tail, 0)
 
-    def draft_skips(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """A prefill pass is launched in which the draft does not run."""
+    def prompts_launched(self, chunks: Sequence[ScheduledChunk], *, drafts: bool) -> None:
+        """A prefill pass is launched in which the draft runs or not."""
         for chunk in chunks:
             request = chunk.request
-            if request.draft_kv_valid_until is None:
-                request.draft_kv_valid_until = chunk.start
+            if not drafts and request.draft_kv_valid_until is None:
+                lacking = self._first_undrafted(request, 0)  # of the pages that an earlier chunk of this pass fills
+                request.draft_kv_valid_until = chunk.start if lacking is None else lacking * self._page_size
             self._mark_undrafted(request, chunk.end)
 
     def plan_catch_up(self, scheduled: Sequence[ScheduledRequest], own: int) -> list[ScheduledChunk]:
@@ -367,10 +368,15 @@ class Scheduler:
         start = request.draft_kv_valid_until
         if start is None or start >= request.shared * self._page_size:
             return start
-        places = range(start // self._page_size, request.shared)
-        lacking = next((place for place in places if request.pages[place] in self._undrafted), request.shared)
-        request.draft_kv_valid_until = max(start, lacking * self._page_size)
+        lacking = self._first_undrafted(request, start // self._page_size)
+        place = request.shared if lacking is None else lacking
+        request.draft_kv_valid_until = max(start, place * self._page_size)
         return request.draft_kv_valid_until
+
+    def _first_undrafted(self, request: Request, first: int) -> int | None:
+        """The place of the first page from `first` on that it shares and the draft lacks; None if there is none."""
+        places = range(first, request.shared)
+        return next((place for place in places if request.pages[place] in self._undrafted), None)
 
     def _mark_undrafted(self, request: Request, end: int) -> None:
         """Its full pages up to `end` go to the prefix cache; the draft lacks those from where it was idle."""
