@@ -13,6 +13,7 @@ from specbatch.algorithms import causes_of_low_acceptance
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import Completion, SamplingParams
+from specbatch.engine.device.device_worker import DeferredInterrupts
 from specbatch.engine.interface import Events, InferenceEngine
 from specbatch.engine.ranks.ranks import EngineRanks
 from specbatch.engine.record_window import RecordWindow
@@ -232,7 +233,8 @@ class Engine(InferenceEngine):
                 raise refuse("weights_of", f"{name}={getattr(config, name)}", works)
 
     def _step(self) -> bool:
-        with on_device(self.device):
+        # After a part of a step scheduler, graphs and device would disagree.
+        with DeferredInterrupts(once=True), on_device(self.device):
             try:
                 return self._schedule.step()
             except torch.OutOfMemoryError:

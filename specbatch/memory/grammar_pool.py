@@ -5,6 +5,8 @@ A table stays where it is while a request uses it, and after that until its plac
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from specbatch.grammar.token_automaton import TokenAutomaton
 
 CELLS = 32 << 20  # int16: 64 MiB, which every engine has, so that the first grammar of a job cannot run out of memory
@@ -39,10 +41,12 @@ class GrammarPool:
         """Remove the reference of a request; the table stays until its place is needed."""
         self._placed[automaton][1] -= 1
 
-    def take_new(self) -> list[tuple[int, TokenAutomaton]]:
-        """Tables that were placed since the last call, and where."""
-        new, self._new = self._new, []
-        return new
+    def take_new(self) -> Iterator[tuple[int, TokenAutomaton]]:
+        """Tables that were placed since the last call, and where. One counts as taken when the next is asked for: the
+        caller may fail to write it."""
+        while self._new:
+            yield self._new[0]
+            del self._new[0]
 
     def _room(self, size: int) -> int | None:
         """The first place with so many free cells."""

@@ -113,6 +113,10 @@ class DeferredInterrupts:
     """Within this context, Ctrl-C and SIGTERM are noted and take effect at the end. Blocking signals would not do:
     another thread would receive them, and Python runs their handlers in the main thread all the same."""
 
+    def __init__(self, *, once: bool = False) -> None:
+        """once: a second one takes effect at once, for work that may take long."""
+        self._once = once
+
     def __enter__(self) -> None:
         self._noted: int | None = None
         self._handlers: dict[int, Handler] = {}
@@ -124,6 +128,8 @@ class DeferredInterrupts:
                     signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._once and self._noted is not None:
+            self._handlers[number](number, frame)
         self._noted = number
 
     def __exit__(self, *_: object) -> None:
@@ -213,9 +219,10 @@ class DeviceWorker:
     @launches
     def share_prefixes(self, found: PrefixGroups | None) -> None:
         """What the requests of the next steps share, in the order of their slots; None: nothing that pays."""
-        self._shares = found is not None
+        self._shares = False  # should writing fail
         if found is not None:
             self.batch.share_prefixes(found)
+            self._shares = True
 
     @launches
     def prefill(self, work: PrefillWork) -> Prefilled:

@@ -160,7 +160,8 @@ class OpenRequests:
             pass
 
     def drop(self) -> None:
-        """End all requests without events."""
+        """End all requests without events. What had ended before counts in the record."""
+        self.build()
         for request in list(self._active.values()):
             self._end(request)
         self._events.clear()

@@ -241,6 +241,7 @@ class Runner:
         """Tell the worker what the requests of a step in these slots share, if it has changed."""
         found = self.scheduler.shared_prefixes(slots, num_drafts)
         if found is not self._sharing:
+            self._sharing = None  # should writing fail
             self._worker.share_prefixes(found)
             self._sharing = found
         if found is not None:
@@ -254,8 +255,7 @@ class Runner:
         rows = min(self.scheduler.unfinished, self._draft_length.buckets[-1])
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
         drafts = self._draft_length.drafts_prompts(rows, [len(chunk.request.tokens) for chunk in chunks], tokens)
-        if not drafts:
-            self.scheduler.draft_skips(chunks)
+        self.scheduler.prompts_launched(chunks, drafts=drafts)
         return drafts
 
     def _describe(self, scheduled: Sequence[ScheduledRequest]) -> Requests:

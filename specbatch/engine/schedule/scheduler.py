@@ -111,7 +111,7 @@ class Scheduler:
         self._prefilling: dict[Request, ScheduledRequest] = {}
         self._running: dict[Request, ScheduledRequest] = {}
         self._new_pages: dict[tuple[int, int], int] = {}  # by slot and place: not yet handed to the device
-        self._undrafted: set[int] = set()  # pages of prefixes for which the draft has not run
+        self.undrafted: set[int] = set()  # pages of prefixes for which the draft has not run
 
     @property
     def unfinished(self) -> int:
@@ -164,7 +164,6 @@ class Scheduler:
         if found.storing:
             return False
         shared = found.pages
-        undrafted = next((place for place, page in enumerate(shared) if page in self._undrafted), None)
         need = self._pages_for(reserved_length(len(request.tokens), self.kv_slots_per_step)) - len(shared)
         if not self._ensure_free(need + spare) or not self._allocate_grammar(request):
             for page in shared:
@@ -172,7 +171,8 @@ class Scheduler:
             return False
         request.shared = len(shared)
         request.pages = shared + self._allocate(need)
-        request.draft_kv_valid_until = None if undrafted is None else undrafted * self._page_size
+        lacking = self._first_undrafted(request, 0)
+        request.draft_kv_valid_until = None if lacking is None else lacking * self._page_size
         request.most_pages = self._pages_for(reserved_length(request.most_tokens, self.kv_slots_per_step))
         request.slot = self.free_slots.pop()
         request.prefilled = len(shared) * self._page_size
@@ -329,12 +329,13 @@ class Scheduler:
             if request.draft_kv_valid_until is None:  # the draft may lack the newest committed tokens, too
                 request.draft_kv_valid_until = max(request.committed - self._uncached_tail, 0)
 
-    def draft_skips(self, chunks: Sequence[ScheduledChunk]) -> None:
-        """A prefill pass is launched in which the draft does not run."""
+    def prompts_launched(self, chunks: Sequence[ScheduledChunk], *, drafts: bool) -> None:
+        """A prefill pass is launched in which the draft runs or not."""
         for chunk in chunks:
             request = chunk.request
-            if request.draft_kv_valid_until is None:
-                request.draft_kv_valid_until = chunk.start
+            if not drafts and request.draft_kv_valid_until is None:
+                lacking = self._first_undrafted(request, 0)  # of the pages that an earlier chunk of this pass fills
+                request.draft_kv_valid_until = chunk.start if lacking is None else lacking * self._page_size
             self._mark_undrafted(request, chunk.end)
 
     def plan_catch_up(self, scheduled: Sequence[ScheduledRequest], own: int) -> list[ScheduledChunk]:
@@ -353,7 +354,7 @@ class Scheduler:
         for item in scheduled:
             if item.request.draft_kv_valid_until is not None:
                 item.request.draft_kv_valid_until = None
-                self._undrafted.difference_update(item.request.pages)
+                self.undrafted.difference_update(item.request.pages)
         return chunks
 
     def lacking(self, request: Request) -> int:
@@ -367,16 +368,21 @@ class Scheduler:
         start = request.draft_kv_valid_until
         if start is None or start >= request.shared * self._page_size:
             return start
-        places = range(start // self._page_size, request.shared)
-        lacking = next((place for place in places if request.pages[place] in self._undrafted), request.shared)
-        request.draft_kv_valid_until = max(start, lacking * self._page_size)
+        lacking = self._first_undrafted(request, start // self._page_size)
+        place = request.shared if lacking is None else lacking
+        request.draft_kv_valid_until = max(start, place * self._page_size)
         return request.draft_kv_valid_until
+
+    def _first_undrafted(self, request: Request, first: int) -> int | None:
+        """The place of the first page from `first` on that it shares and the draft lacks; None if there is none."""
+        places = range(first, request.shared)
+        return next((place for place in places if request.pages[place] in self.undrafted), None)
 
     def _mark_undrafted(self, request: Request, end: int) -> None:
         """Its full pages up to `end` go to the prefix cache; the draft lacks those from where it was idle."""
         if request.draft_kv_valid_until is not None:
             places = slice(request.draft_kv_valid_until // self._page_size, end // self._page_size)
-            self._undrafted.update(request.pages[places])
+            self.undrafted.update(request.pages[places])
 
     # -- results and endings ----------------------------------------------------------------------------------
 
@@ -460,7 +466,7 @@ class Scheduler:
 
     def _allocate(self, count: int) -> list[int]:
         pages = self.pool.allocate(count)
-        self._undrafted.difference_update(pages)
+        self.undrafted.difference_update(pages)
         return pages
 
     def _ensure_free(self, count: int) -> bool:

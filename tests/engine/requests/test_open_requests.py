@@ -73,6 +73,14 @@ def test_a_record_has_all_that_has_ended(toy_engine: Callable[..., Engine]) -> N
     assert len(engine.record().requests) == 1
 
 
+def test_a_record_has_what_had_ended_when_the_stream_was_closed(toy_engine: Callable[..., Engine]) -> None:
+    engine = toy_engine(max_running=MANY + 1, max_model_len=48)
+    with closing(engine.stream(prompts(MANY + 1), params())) as events:
+        while next(events).completion is None:
+            pass
+    assert len(engine.record().requests) == engine.record().metrics["requests"] == MANY
+
+
 def test_nothing_waits_where_nothing_runs(toy_engine: Callable[..., Engine], watch: Any) -> None:
     built = watch(OpenRequests, "take_events", after=lambda events, *_, **__: len(events))
     engine = toy_engine(max_running=MANY)

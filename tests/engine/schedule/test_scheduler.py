@@ -232,8 +232,7 @@ class Machine(RuleBasedStateMachine):
             self.device.admit(request)
             self.truth[request.index] = list(request.tokens)
         drafts = not self.scheduler.keeps_pages or self.chance.random() >= self.idle
-        if not drafts:
-            self.scheduler.draft_skips(plan.chunks)
+        self.scheduler.prompts_launched(plan.chunks, drafts=drafts)
         self.device.prefill(plan, self.state_cache is not None, drafts)
         rows, outputs = [], []
         for chunk in plan.chunks:
@@ -433,6 +432,32 @@ def test_a_prompt_that_is_computed_in_the_same_pass_is_shared() -> None:
     assert spans(scheduler) == [(0, 0, 9, True), (1, 8, 11, True)]
     assert second.pages[:2] == first.pages[:2]
     assert (first.metrics.cached_tokens, second.metrics.cached_tokens) == (0, 8)
+
+
+def test_a_prompt_that_shares_pages_of_its_own_pass_lacks_drafts_from_there_on() -> None:
+    """The draft skips the pass, which also computes the shared pages."""
+    scheduler, _ = make(cached=True)
+    first, second, third = add(scheduler, 0, 9), add(scheduler, 1, 11), add(scheduler, 2, 6, token=3)
+    plan = scheduler.plan_prefill(0.0)
+    assert plan is not None
+    scheduler.prompts_launched(plan.chunks, drafts=False)
+    assert [request.draft_kv_valid_until for request in (first, second, third)] == [0, 0, 0]
+    rows = [scheduler._running[second]]
+    assert [(chunk.start, chunk.end) for chunk in scheduler.plan_catch_up(rows, own=0)] == [(0, 10)]
+
+
+@pytest.mark.parametrize("skipped", [[True, False, False], [True, False, True], [False, True, False]])
+def test_pages_that_the_draft_computes_after_a_gap_are_noted(skipped: list[bool]) -> None:
+    """A chunk ends within a page, which the next one completes."""
+    scheduler, _ = make(cached=True, prefill_chunk=3)
+    add(scheduler, 0, 9)
+    for skips in skipped:
+        plan = scheduler.plan_prefill(0.0)
+        assert plan is not None
+        scheduler.prompts_launched(plan.chunks, drafts=not skips)
+    other = add(scheduler, 1, 11)
+    assert spans(scheduler) == [(1, 8, 11, True)]
+    assert other.draft_kv_valid_until == 0
 
 
 def test_a_request_that_waits_for_pages_takes_none_from_the_cache() -> None:
