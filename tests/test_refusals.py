@@ -111,7 +111,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
         "verify_budget=2 is for models on one device; use 1",
     ),
     (EngineConfig, "kv_dtype", ["int4"], "auto, fp8"),
-    (EngineConfig, "attention_backend", ["x"], "auto, triton, torch"),
+    (EngineConfig, "attention_backend", ["x"], "auto, gluon, triton, torch"),
     (EngineConfig, "draft_attention_backend", ["triton"], "'none' computes no attention for the prompts of a draft"),
     (EngineConfig, "model", ["", 5], "smollm2-135m"),
     (EngineConfig, "speculation", [{"algorithm": "ngram"}], "Speculation("),
