@@ -25,6 +25,7 @@ MOST_RUNNING = 1024
 MOST_RUNNING_SPARSE = 2048  # of a mixture of experts
 MOST_ROWS = 4096  # of a verify: a step of more takes proportionally longer
 MOST_CHUNK, LEAST_CHUNK = 16384, 2048
+SMALL_CHUNK = 256  # where longer ones leave no memory for keys and values
 SMALL_JOB = 512  # tokens of a pass, at least, however few tokens the prompts of a job have
 CHUNK_SHARE = 16  # the activations of a pass take at most so much of what the weights leave: 1/16
 # Left free on a GPU: 5% and 2 GiB. Kernels and workspaces of libraries take about 1 GiB, whatever the size of the card;
@@ -81,7 +82,11 @@ def choose(
         def fits(running: int) -> bool:
             return left(running, chunk) >= max(each * running, least)
 
-        running, reasons["max_running"] = _running(job, fits, tokens, rows, on_cpu=on_cpu, is_sparse=is_sparse)
+        if on_cpu:
+            running = max(most_that_fit(lambda running: left(running, chunk) >= least, CPU_RUNNING), 1)
+            reasons["max_running"] = "a CPU" if running == CPU_RUNNING else "as many as the memory holds"
+        else:
+            running, reasons["max_running"] = _running(job, fits, tokens, rows, is_sparse=is_sparse)
     return Capacity(running, chunk, reasons)
 
 
@@ -91,12 +96,14 @@ def most_that_fit(fits: Callable[[int], bool], most: int) -> int:
 
 
 def _chunk(job: JobSize, left: Callable[[int, int], int], least: int, *, on_cpu: bool) -> tuple[int, str]:
-    if on_cpu:
-        return CPU_CHUNK, "a CPU"
-    chunk, why = MOST_CHUNK, "longer passes gain nothing"
+    chunk, why = (CPU_CHUNK, "a CPU") if on_cpu else (MOST_CHUNK, "longer passes gain nothing")
     room = left(1, 1)
     while chunk > LEAST_CHUNK and left(1, chunk) < max(room - room // CHUNK_SHARE, least):
         chunk, why = chunk // 2, f"activations may take 1/{CHUNK_SHARE} of the memory"
+    while chunk > SMALL_CHUNK and left(1, chunk) < least:
+        chunk, why = chunk // 2, "longer passes leave no memory for keys and values"
+    if on_cpu:
+        return chunk, why
     if job.requests is not None and job.prompt_tokens is not None:
         needed = int(2 * job.requests * job.prompt_tokens)  # twice, because their number is an estimate
         while chunk > SMALL_JOB and chunk // 2 >= needed:
@@ -104,11 +111,7 @@ def _chunk(job: JobSize, left: Callable[[int, int], int], least: int, *, on_cpu:
     return chunk, why
 
 
-def _running(
-    job: JobSize, fits: Callable[[int], bool], tokens: int, rows: int, *, on_cpu: bool, is_sparse: bool
-) -> tuple[int, str]:
-    if on_cpu:
-        return CPU_RUNNING, "a CPU"
+def _running(job: JobSize, fits: Callable[[int], bool], tokens: int, rows: int, *, is_sparse: bool) -> tuple[int, str]:
     most = MOST_RUNNING_SPARSE if is_sparse else MOST_RUNNING
     why = "more gain nothing"
     if most * rows > MOST_ROWS:

@@ -221,7 +221,7 @@ def plan_memory(
         config,
         left,
         page_bytes=own_bytes if asked_pages is None else 0,
-        least=own_bytes * (asked_pages or pages_for((config.max_model_len or 0) + slack, size)),
+        least=own_bytes * (asked_pages or pages_for((config.max_model_len or 2) + slack, size)),
         on_cpu=on_cpu,
         rows=rows,
         longest=longest + slack,

@@ -163,3 +163,29 @@ def test_bad_sizes_of_a_job(settings: dict[str, Any]) -> None:
 def test_a_replica_gets_its_share_of_the_job() -> None:
     assert JobSize(1500, 341, 217).of_one(8) == JobSize(188, 341, 217)
     assert JobSize().of_one(8) == JobSize()
+
+
+@pytest.mark.parametrize(
+    ("free", "weights", "on_cpu", "rows", "chosen"),
+    [
+        (6.9, 4.14, False, 17, (1, 1024)),
+        (20.4, 16.3, False, 17, (7, 1024)),
+        (40, 29.2, True, 64, (15, 2048)),
+        (21.2, 15.6, True, 8, (14, 2048)),
+        (21.2, 8, True, 8, (32, 2048)),
+    ],
+)
+def test_nothing_is_refused_that_a_smaller_choice_holds(
+    free: float, weights: float, on_cpu: bool, rows: int, chosen: tuple[int, int]
+) -> None:
+    found = plan(
+        free,
+        {"job": JobSize()},
+        on_cpu=on_cpu,
+        rows=rows,
+        weights=int(weights * GIB),
+        token_bytes=600_000,
+        page_bytes=16 * 36864,
+    )
+    assert (found.max_running, found.prefill_chunk) == chosen
+    assert found.kv_pages * 16 >= rows + 2
