@@ -83,10 +83,11 @@ def choose(
             return left(running, chunk) >= max(each * running, least)
 
         if on_cpu:
-            running = max(most_that_fit(lambda running: left(running, chunk) >= least, CPU_RUNNING), 1)
-            reasons["max_running"] = "a CPU" if running == CPU_RUNNING else "as many as the memory holds"
+            most = max(most_that_fit(lambda count: left(count, chunk) >= least, CPU_RUNNING), 1)
+            running, why = most, "a CPU" if most == CPU_RUNNING else "as many as the memory holds"
         else:
-            running, reasons["max_running"] = _running(job, fits, tokens, rows, is_sparse=is_sparse)
+            running, why = _running(job, fits, tokens, rows, is_sparse=is_sparse)
+        reasons["max_running"] = why
     return Capacity(running, chunk, reasons)
 
 
