@@ -33,9 +33,14 @@ def missing() -> str | None:
     """Why there are no such functions on this machine; None if there are."""
     if find_spec("llvmlite") is None:
         return "llvmlite is not installed; pip install llvmlite"
+    try:
+        features = _features()
+    except (ImportError, OSError, RuntimeError) as error:
+        reason, *_ = str(error).split("\n")
+        return f"llvmlite cannot be loaded ({reason})"
     if _openmp() is None:
         return "this build of torch has no OpenMP"
-    if platform.machine() == "x86_64" and not _features().get("fma"):
+    if platform.machine() == "x86_64" and not features.get("fma"):
         return "this processor has no FMA instructions"
     return None
 
@@ -221,7 +226,7 @@ def _compile(build: Callable[[Code], None]) -> tuple[Any, int]:
     parsed.verify()
     features = dict(_features())
     if not has_wide_vectors():
-        features |= {name: False for name in features if name.startswith("avx512")}
+        features |= {name: False for name in features if name.startswith(("avx512", "avx10"))}
     flags = ",".join(f"{'+' if has else '-'}{name}" for name, has in features.items())
     machine = llvm.Target.from_default_triple().create_target_machine(llvm.get_host_cpu_name(), flags, opt=2)
     options = llvm.create_pipeline_tuning_options(speed_level=2)
@@ -250,13 +255,18 @@ def _features() -> dict[str, bool]:
 def _openmp() -> Callable[[int, int, int, int], None] | None:
     """`GOMP_parallel` of the OpenMP library that torch has loaded: runs a function on all of its threads."""
     maps = Path("/proc/self/maps")
-    mapped = {line.split()[-1] for line in maps.read_text().splitlines() if "/" in line} if maps.exists() else set()
-    libraries = [path for path in sorted(mapped) if Path(path).name.startswith(_OPENMP)]
-    own = [path for path in libraries if "torch" in path]  # other packages may bring their own
-    for path in own or libraries:
+    for path in openmp_libraries(maps.read_text() if maps.exists() else ""):
         run: Any = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
         if run is not None:
             run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
             found: Callable[[int, int, int, int], None] = run
             return found
     return None
+
+
+def openmp_libraries(maps: str) -> list[Path]:
+    """Those that a process has loaded, torch's own first, as other packages may bring theirs. maps: /proc/self/maps."""
+    mapped = {Path(line[line.index("/") :]) for line in maps.splitlines() if "/" in line}  # paths may have spaces
+    own = Path(torch.__file__).resolve().parent
+    found = [path for path in mapped if path.name.startswith(_OPENMP)]
+    return sorted(found, key=lambda path: (not path.is_relative_to(own), path))

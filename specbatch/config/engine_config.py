@@ -491,7 +491,9 @@ class EngineConfig:
         "fp32", "Data type of the matrix states of recurrent layers.", choices=STATE_DTYPES, panel=CACHE
     )
     attention_backend: str = setting(
-        "auto", "Attention backend for prompts. auto: the fastest one installed.", choices=ATTENTION_BACKENDS
+        "auto",
+        "Attention backend for prompts. auto: gluon on Hopper GPUs where it can, else triton; torch on a CPU.",
+        choices=ATTENTION_BACKENDS,
     )
     draft_attention_backend: str = setting(
         "auto", "Attention backend for the prompts of a draft with attention over them.", choices=ATTENTION_BACKENDS

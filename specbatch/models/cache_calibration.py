@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from specbatch.kernels.attention.qkv import split_latent_ref, split_qkv_ref
 from specbatch.kernels.attention.queries import LatentLayout, QKVLayout
@@ -68,19 +69,23 @@ class _Statistics(UncachedContext):
             k = qk[:, heads.count :].float()
             offset = k.new_zeros(k.shape[1:])
             if heads.sinks is None:  # a sink has a score of its own
-                # Keys' mean over tokens, and then over positions: parts that rope turns many times have none.
+                # Keys' mean over tokens, and then over positions, of channels that rope turns little.
                 self.offsets[layer] = offset = apply_rope_ref(k.mean(0), *self._mean_tables(layer))
             turned = k.unflatten(-1, (2, -1)).norm(dim=-2)  # of each pair that rope turns, at any position
             self.largest[layer] = _largest(turned) + _largest(offset[None]), _largest(v)
         return super().attend(layer, qkv, heads, positions)
 
     def _mean_tables(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [1, dim] of rope, averaged over positions."""
+        """cos and sin [1, dim] of rope, averaged over positions; 0 for pairs of channels that turn by more than a
+        radian on the way. In those a constant would be further from some keys than 0 is: with them, the divergence of
+        SmolLM2-135M was 3 times as large as without offsets."""
         config, count = self._config, min(self._config.max_position, _POSITIONS)
         rope = config.rope_of(config.kv_layers[layer])
         if rope not in self._means:
+            angles = F.pad(rope.inverse_frequencies() * count, (0, (config.head_dim - rope.rotary_dim) // 2))
+            slow = (angles <= 1).repeat(2).to(self._device)
             cos, sin = rope_tables(config, count, torch.float32, self._device, rope)
-            self._means[rope] = cos.mean(0, keepdim=True), sin.mean(0, keepdim=True)
+            self._means[rope] = cos.mean(0, keepdim=True) * slow, sin.mean(0, keepdim=True) * slow
         return self._means[rope]
 
 

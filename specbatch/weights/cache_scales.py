@@ -61,12 +61,14 @@ def _names(config: ModelConfig, found: Mapping[str, tuple[int, ...]]) -> dict[tu
 
 def _checked(name: str, scale: torch.Tensor, heads: int) -> torch.Tensor:
     """float32 [heads]."""
+    import torch
+
     values = scale.float().flatten()
     if len(values) != 1 and (len(values) != heads or scale.shape[0] != heads):
         shapes = f"one scale, or {heads} for the KV heads"
         raise _refuse(name, f"its shape is {list(scale.shape)}; it must hold {shapes}")
     for value in values.tolist():
-        if not 0 < value < float("inf"):
+        if not torch.finfo(torch.float32).tiny <= value < float("inf"):  # GPUs take smaller ones for 0
             raise _refuse(name, f"its value is {value:g}; scales of a KV cache are positive and finite")
     return values.expand(heads)
 

@@ -86,6 +86,7 @@ def test_scales_per_head(shape: tuple[int, ...], tmp_path: Path) -> None:
     [
         (".k_scale", torch.zeros(1), r"0\.self_attn\.k_scale.*its value is 0; scales .* positive and finite; use kv"),
         (".v_scale", torch.tensor(-2.0), r"v_scale.*its value is -2"),
+        (".v_scale", torch.tensor(1e-39), r"v_scale.*its value is 1e-39"),
         (".k_scale", torch.tensor([0.5, torch.nan]), r"k_scale.*its value is nan"),
         (".k_scale", torch.tensor(torch.inf), r"k_scale.*its value is inf"),
         (".k_scale", torch.ones(3), r"k_scale.*its shape is \[3\]; it must hold one scale, or 2 for the KV heads"),

@@ -11,14 +11,17 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.kernels.common import native
+from specbatch.kernels.common.native import LANES
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.activations import silu_and_mul
 from specbatch.kernels.elementwise.elementwise_native import rms_norm as native_rms_norm
 from specbatch.kernels.elementwise.elementwise_native import silu_and_mul as native_silu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Norm
-from specbatch.kernels.gemm.quantized.grouped_native import TILE, gemm
+from specbatch.kernels.gemm.quantized.grouped_native import BLOCK, TILE, gemm
 from specbatch.kernels.gemm.quantized.weight import UnfusedLinear, Weight
+
+_ROWS = 512  # at a time: their inputs stay in the cache of a core while the tiles are multiplied
 
 
 def runs_on(device: torch.device) -> bool:
@@ -28,7 +31,8 @@ def runs_on(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class GroupedWeight(Weight):
-    """values int8 [..., out, in]; scales and offsets, float16 or float32 [..., out, in / group]."""
+    """values int8 [..., out, in]; scales and offsets, float16 or float32 [..., out, in / group]. A group is a multiple
+    of 16 that divides 128."""
 
     scales: torch.Tensor
     offsets: torch.Tensor
@@ -71,6 +75,8 @@ class GroupedLinear(UnfusedLinear):
     def __init__(self, weight: GroupedWeight, bias: torch.Tensor | None = None) -> None:
         super().__init__(weight.shape, bias)
         self._group = weight.shape[1] // weight.scales.shape[1]
+        assert self._group in range(LANES, BLOCK + 1, LANES), f"groups of {self._group} inputs"
+        assert BLOCK % self._group == 0, f"groups of {self._group} inputs"
         self._bits = 4 if int(weight.values.min()) >= 0 and int(weight.values.max()) < 16 else 8
         self._values = _tiled(weight.values)
         if self._bits == 4:
@@ -111,19 +117,20 @@ class GroupedLinear(UnfusedLinear):
         width = tiles * TILE
         y = rows.new_empty(count, width)
         fuses = residual is not None and count == 1 and self.bias is None and width == outputs and _is_plain(x)
-        self._run(
-            (tiles + 1) // 2,
-            rows.data_ptr(),
-            self._values.data_ptr(),
-            self._scales.data_ptr(),
-            0 if self._offsets is None else self._offsets.data_ptr(),
-            y.data_ptr(),
-            count,
-            inputs,
-            tiles,
-            not is_deterministic(),
-            residual.data_ptr() if residual is not None and fuses else 0,
-        )
+        for first in range(0, count, _ROWS):
+            self._run(
+                (tiles + 1) // 2,
+                rows.data_ptr() + first * inputs * rows.itemsize,
+                self._values.data_ptr(),
+                self._scales.data_ptr(),
+                0 if self._offsets is None else self._offsets.data_ptr(),
+                y.data_ptr() + first * width * y.itemsize,
+                min(count - first, _ROWS),
+                inputs,
+                tiles,
+                count == 1 and not is_deterministic(),
+                residual.data_ptr() if residual is not None and fuses else 0,
+            )
         y = y if width == outputs else y[:, :outputs].contiguous()
         y = y if self.bias is None else y.add_(self.bias)
         y = y.to(x.dtype)

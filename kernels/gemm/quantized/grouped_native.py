@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llvmlite import ir
 
 TILE = 2 * LANES  # outputs that are stored together
-_BLOCK = 128  # inputs of a tile that are dequantized at a time for several rows
+BLOCK = 128  # inputs of a tile that are dequantized at a time for several rows
 _UNROLLED = 4
 _compiling = Lock()
 
@@ -50,7 +50,7 @@ def _build(code: Code, bits: int, group: int, *, half: bool, offsets: bool) -> N
     width = at.mul(tiles, word(TILE))
     step = TILE * bits // 8  # bytes of the values of an input
     integers = ir.VectorType(ir.IntType(32), LANES)
-    scratch = code.variable(ir.ArrayType(code.float, _BLOCK * TILE))
+    scratch = code.variable(ir.ArrayType(code.float, BLOCK * TILE))
     scratch = at.bitcast(scratch, code.float.as_pointer())
     nothing = code.vector([0.0] * LANES)
     # Rows and vectors of a block, whose sums fit the registers.
@@ -107,8 +107,8 @@ def _build(code: Code, bits: int, group: int, *, half: bool, offsets: bool) -> N
             code.store(at.load(total), out, target)
 
     def several_rows(tile: ir.Value) -> None:
-        with code.loop(word(0), inputs, _BLOCK) as begin:
-            end = at.add(begin, word(_BLOCK))
+        with code.loop(word(0), inputs, BLOCK) as begin:
+            end = at.add(begin, word(BLOCK))
             end = at.select(at.icmp_signed("<", end, inputs), end, inputs)
             with code.loop(begin, end, group) as start:
                 number = at.udiv(start, word(group))

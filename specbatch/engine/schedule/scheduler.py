@@ -111,7 +111,7 @@ class Scheduler:
         self._prefilling: dict[Request, ScheduledRequest] = {}
         self._running: dict[Request, ScheduledRequest] = {}
         self._new_pages: dict[tuple[int, int], int] = {}  # by slot and place: not yet handed to the device
-        self._undrafted: set[int] = set()  # pages of prefixes for which the draft has not run
+        self.undrafted: set[int] = set()  # pages of prefixes for which the draft has not run
 
     @property
     def unfinished(self) -> int:
@@ -354,7 +354,7 @@ class Scheduler:
         for item in scheduled:
             if item.request.draft_kv_valid_until is not None:
                 item.request.draft_kv_valid_until = None
-                self._undrafted.difference_update(item.request.pages)
+                self.undrafted.difference_update(item.request.pages)
         return chunks
 
     def lacking(self, request: Request) -> int:
@@ -376,13 +376,13 @@ class Scheduler:
     def _first_undrafted(self, request: Request, first: int) -> int | None:
         """The place of the first page from `first` on that it shares and the draft lacks; None if there is none."""
         places = range(first, request.shared)
-        return next((place for place in places if request.pages[place] in self._undrafted), None)
+        return next((place for place in places if request.pages[place] in self.undrafted), None)
 
     def _mark_undrafted(self, request: Request, end: int) -> None:
         """Its full pages up to `end` go to the prefix cache; the draft lacks those from where it was idle."""
         if request.draft_kv_valid_until is not None:
             places = slice(request.draft_kv_valid_until // self._page_size, end // self._page_size)
-            self._undrafted.update(request.pages[places])
+            self.undrafted.update(request.pages[places])
 
     # -- results and endings ----------------------------------------------------------------------------------
 
@@ -466,7 +466,7 @@ class Scheduler:
 
     def _allocate(self, count: int) -> list[int]:
         pages = self.pool.allocate(count)
-        self._undrafted.difference_update(pages)
+        self.undrafted.difference_update(pages)
         return pages
 
     def _ensure_free(self, count: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -79,11 +80,17 @@ def memory_plan(
     )
 
 
+class _Place(NamedTuple):
+    """A device as `runs_kernels` asks for it, which this machine need not have."""
+
+    is_cuda: bool
+
+
 def shares_prefixes(prepared: Prepared) -> bool:
     """Whether decode steps read a prefix that several requests share once. It takes the Triton kernel of verify
     attention, another order of sums than without sharing, and a target of which a layer sees all keys."""
     config, model = prepared.config, prepared.model
-    if not config.prefix_cache or config.deterministic or not runs_kernels(torch.empty(0, device=prepared.device)):
+    if not config.prefix_cache or config.deterministic or not runs_kernels(_Place(prepared.device.type == "cuda")):
         return False
     return bool(model.kv_layers) and not model.has_latents and model.largest_window is None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from specbatch.kernels.gemm.quantized.grouped import GroupedWeight
+if TYPE_CHECKING:
+    from specbatch.kernels.gemm.quantized.grouped import GroupedWeight
 
 
 class GroupedSource(Protocol):

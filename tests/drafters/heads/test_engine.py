@@ -56,6 +56,7 @@ class Table:
         mtp = {f"mtp.{name}": tensor for name, tensor in heads.stored(head("mtp")).items()}
         self.mtp = {name: tuple(tensor.shape) for name, tensor in mtp.items()}
         self.cache: dict[str, tuple[int, ...]] = {}
+        self.grouped = None
         self.tensors |= mtp
 
     def names(self) -> list[str]:

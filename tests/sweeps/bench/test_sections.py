@@ -12,6 +12,7 @@ import pytest
 from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
 from specbatch.engine.setup import memory_plan, prepare
 from specbatch.errors import SpecbatchError
+from specbatch.kernels.attention.verify import prefix_attention_configs
 from specbatch.sweeps.bench.options import BenchOptions
 from specbatch.sweeps.bench.sections import plan_bench
 from specbatch.weights.dummy import SHAPES
@@ -101,6 +102,7 @@ def test_four_engines_of_qwen3_8b_fit_on_an_h200(
     """By their memory plans, if all that is planned stays taken while the next engine is built."""
     free = 139 << 30
     monkeypatch.setattr(memory_plan, "available_memory", lambda _: free)
+    monkeypatch.setattr(prefix_attention_configs, "multiprocessors", lambda _: 132)
     base = EngineConfig(model="qwen3-8b", load_format="dummy", prefill_chunk=8192, graphs=Graphs("whole", "off"))
     configs = configs_of(replace(base, speculation=speculation), batch=sizes, concurrency=sizes)
     assert len(configs) == 4

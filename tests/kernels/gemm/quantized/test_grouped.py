@@ -103,6 +103,19 @@ def test_bits_of_a_row_do_not_depend_on_others_in_deterministic_mode() -> None:
         assert torch.equal(layer(x), whole)
 
 
+def test_long_prompts_are_multiplied_in_parts() -> None:
+    """Of 513 rows the last one is a part of its own, with the bits that it has among others."""
+    layer, x = grouped(64, 64).linear(), numbers(513, 64)
+    assert torch.equal(layer(x)[510:], layer(x[510:]))
+    check(layer(x), x.double() @ layer.weight.double().t())
+
+
+@pytest.mark.parametrize("group", [8, 48, 256])
+def test_groups_that_the_gemm_does_not_have(group: int) -> None:
+    with pytest.raises(AssertionError, match=f"groups of {group} inputs"):
+        grouped(32, 768, group=group).linear()
+
+
 def test_matrices_with_groups_of_several_sizes_are_joined() -> None:
     parts = grouped(32, 64), grouped(16, 64, 8, 16, half=False)
     whole = concat_outputs(parts)
