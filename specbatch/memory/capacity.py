@@ -83,8 +83,12 @@ def choose(
             return left(running, chunk) >= max(each * running, least)
 
         if on_cpu:
+<<<<<<< HEAD
             most = max(most_that_fit(lambda count: left(count, chunk) >= least, CPU_RUNNING), 1)
             running, why = most, "a CPU" if most == CPU_RUNNING else "as many as the memory holds"
+=======
+            running, reasons["max_running"] = _running_on_cpu(lambda running: left(running, chunk) >= least)
+>>>>>>> BREAK1
         else:
             running, why = _running(job, fits, tokens, rows, is_sparse=is_sparse)
         reasons["max_running"] = why
@@ -126,6 +130,11 @@ def _running(job: JobSize, fits: Callable[[int], bool], tokens: int, rows: int, 
         return most, f"{why}; {holding}"
     running -= running % (1 << max(running.bit_length() - 4, 0))  # the same if there are some MiB less next time
     return max(running, 1), f"as many as the memory holds; {holding}"
+
+
+def _running_on_cpu(fits: Callable[[int], bool]) -> tuple[int, str]:
+    running = max(most_that_fit(fits, CPU_RUNNING), 1)
+    return running, "a CPU" if running == CPU_RUNNING else "as many as the memory holds"
 
 
 def _tokens(job: JobSize) -> int:

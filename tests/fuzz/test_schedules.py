@@ -15,7 +15,7 @@ from lossless import slots_per_step
 from plain_decoding import check_end, check_logprobs, check_tokens, seed_of_sample
 from released import check_released
 from shared_prefixes import share_on_cpu
-from stand_ins import fake_graphs, late_results
+from stand_ins import fake_graphs, late_results, no_step_times, random_draft_lengths
 
 from specbatch import Completion, Engine, SamplingParams, Speculation
 from specbatch.config.engine_config import Graphs
@@ -31,20 +31,30 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "ngram": {"algorithm": "ngram", "ngram_min": 1, "draft_tokens": 4},
     "ngram-long": {"algorithm": "ngram", "ngram_min": 1, "draft_tokens": 7},
     "ngram-tree": {"algorithm": "ngram", "ngram_min": 1, "draft_steps": 3, "draft_topk": 2},
+    "ngram-auto": {"algorithm": "ngram", "ngram_min": 1, "draft_steps": 5, "draft_tokens": "auto"},
     "self": {"algorithm": "standalone", "draft": "self:skip=1", "draft_tokens": 3},
+    "other-auto": {"algorithm": "standalone", "draft": "toy-2", "draft_steps": 3, "draft_tokens": "auto"},
     "other": {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 2},
     "self-tree": {"algorithm": "standalone", "draft": "self:skip=1", **_TREE},
     "eagle": {"algorithm": "eagle", "draft": "dummy", "draft_tokens": 3},
     "eagle3": {"algorithm": "eagle3", "draft": "dummy", "draft_tokens": 3},
+    "eagle3-auto": {"algorithm": "eagle3", "draft": "dummy", "draft_tokens": "auto"},
     "eagle3-tree": {"algorithm": "eagle3", "draft": "dummy", **_TREE},
     "mtp": {"algorithm": "mtp", "draft_tokens": 2},
     "dflash": {"algorithm": "dflash", "draft": "toy-block", "draft_tokens": 4},
+    "dflash-auto": {"algorithm": "dflash", "draft": "toy-block", "draft_tokens": "auto"},
     "dflash2": {"algorithm": "dflash2", "draft": "dummy", "draft_tokens": 4},
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 4},
 }
 # The draft state of a prefix's last token depends on the token after it, which need not be that of a later prompt.
 FEATURE_HEADS = ("eagle", "eagle3", "mtp")
-WITHOUT_OWN_MODEL = ("none", "ngram", "ngram-long", "ngram-tree")  # never draft a poisonous token that was not read
+WITHOUT_OWN_MODEL = (
+    "none",
+    "ngram",
+    "ngram-long",
+    "ngram-auto",
+    "ngram-tree",
+)  # never draft a poisonous token that was not read
 
 
 @dataclass
@@ -221,7 +231,11 @@ def check_answer(toy: Any, toy_engine: Callable[..., Engine]) -> Callable[..., N
             if not params.temperature or "tree" in drafter or drafter.startswith(("none", "ngram")):
                 assert check_tokens(item, params, ends, logits, engine_seed=engine.config.seed), item
                 fuzz.outcome("equal to naive decoding")
-            elif item.metrics.retractions or (drafter in FEATURE_HEADS and item.metrics.cached_tokens):
+            elif (
+                drafter.endswith("auto")
+                or item.metrics.retractions
+                or (drafter in FEATURE_HEADS and item.metrics.cached_tokens)
+            ):
                 fuzz.outcome("sampled, with another draft state")
             else:
                 others.append((item, params))
@@ -254,7 +268,10 @@ def test_random_schedules(
         everything, recorded = [], []
         with monkeypatch.context() as patch:
             sharing = share_on_cpu(patch)
+            no_step_times(patch)
             model, drafter, engine = random_engine(random, toy_engine)
+            if engine.parts.draft_length.is_auto:
+                random_draft_lengths(patch, seed=fuzz.seed)
             if random.random() < 0.5:
                 late_results(patch)
             for _ in range(1 if fuzz.total is None else 4):
