@@ -256,7 +256,7 @@ def _openmp() -> Callable[[int, int, int, int], None] | None:
     """`GOMP_parallel` of the OpenMP library that torch has loaded: runs a function on all of its threads."""
     maps = Path("/proc/self/maps")
     for path in openmp_libraries(maps.read_text() if maps.exists() else ""):
-        run: Any = getattr(ctypes.CDLL(path), "GOMP_parallel", None)
+        run: Any = getattr(ctypes.CDLL(str(path)), "GOMP_parallel", None)
         if run is not None:
             run.argtypes, run.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
             found: Callable[[int, int, int, int], None] = run
