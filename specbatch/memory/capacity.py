@@ -83,12 +83,7 @@ def choose(
             return left(running, chunk) >= max(each * running, least)
 
         if on_cpu:
-<<<<<<< HEAD
-            most = max(most_that_fit(lambda count: left(count, chunk) >= least, CPU_RUNNING), 1)
-            running, why = most, "a CPU" if most == CPU_RUNNING else "as many as the memory holds"
-=======
-            running, reasons["max_running"] = _running_on_cpu(lambda running: left(running, chunk) >= least)
->>>>>>> BREAK1
+            running, why = _running_on_cpu(lambda running: left(running, chunk) >= least)
         else:
             running, why = _running(job, fits, tokens, rows, is_sparse=is_sparse)
         reasons["max_running"] = why

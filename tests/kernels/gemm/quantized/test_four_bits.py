@@ -9,7 +9,7 @@ import pytest
 import torch
 from assembly import run, values_of
 
-from specbatch.kernels.gemm import gemm_mainloop_triton
+from specbatch.kernels.common import e4m3_triton
 from specbatch.kernels.gemm.quantized import four_bits_mainloop_triton as loops
 from specbatch.kernels.gemm.quantized import fp8_few_rows_triton
 from specbatch.kernels.gemm.quantized import int4_few_rows_triton as few_rows
@@ -132,7 +132,7 @@ def word_of(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("code", "dtype", "order"),
     [
-        (gemm_mainloop_triton._WIDEN, torch.bfloat16, (0, 1, 2, 3)),
+        (e4m3_triton._WIDEN, torch.bfloat16, (0, 1, 2, 3)),
         (fp8_few_rows_triton._WIDEN_BF16, torch.bfloat16, (0, 2, 1, 3)),
         (fp8_few_rows_triton._WIDEN_FP16, torch.float16, (0, 2, 1, 3)),
     ],
