@@ -146,7 +146,7 @@ class StaticRaggedBatch(RaggedBatch):
 
     @property
     def keys_per_query(self) -> float:
-        """As if one span had all tokens. How long a prefix is, nobody knows here; it counts as half of the tokens."""
+        """As if one span had all tokens. The length of a prefix is not known here; it counts as half of the tokens."""
         return self._tokens / 2 if self.fresh else self._tokens
 
     def load(self, spans: RaggedBatch, *, given: bool = False) -> None:

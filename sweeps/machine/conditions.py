@@ -64,11 +64,10 @@ def conditions(device: str) -> Iterator[dict[str, Any]]:
     if not device.startswith("cuda"):
         yield found
         return
-    measured = torch.device(device.partition(",")[0])
-    before = limits(measured)
+    before = limits(torch.device(device))
     with sampled() as samples:
         yield found
-    found["limits"] = {"before": before, "after": limits(measured)}
+    found["limits"] = {"before": before, "after": limits(torch.device(device))}
     found["gpus"] = summary(samples)
 
 

@@ -2,8 +2,8 @@
 
 Gluon has no interpreter. Here the functions of a kernel run as Python, with a stand-in for each operation that they
 call. It shows wrong indices, masks and barriers: a buffer that is overwritten too early gives wrong results, because a
-matrix product reads its operands when the kernel waits for it, and a barrier that nobody completes is an error. It does
-not show wrong layouts, nor missing fences.
+matrix product reads its operands when the kernel waits for it, and a barrier that is never completed is an error. It
+does not show wrong layouts, nor missing fences.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Barrier:
     def wait(self, parity: int) -> None:
         with self.changed:
             done = self.changed.wait_for(lambda: self.phase & 1 != parity, PATIENCE_S)
-        assert done, f"nobody completes phase {parity} of a barrier"
+        assert done, f"phase {parity} of a barrier is never completed"
 
 
 class Memory:

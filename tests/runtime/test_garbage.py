@@ -15,7 +15,7 @@ from specbatch.runtime.garbage import RareCollections
 
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[tuple[int, int, int]]:
-    """Thresholds that nobody else uses, until the end of the test."""
+    """Thresholds that nothing else uses, until the end of the test."""
     before = gc.get_threshold()
     gc.set_threshold(701, 11, 12)
     yield gc.get_threshold()
@@ -49,7 +49,7 @@ def test_an_application_without_collections_is_left_alone() -> None:
 def test_a_stream_uses_them_until_it_is_closed(
     toy: Any, toy_engine: Callable[..., Engine], usual: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of other tests' streams, which may still be open, this one knows nothing."""
+    """It has thresholds of its own: streams of other tests may still be open."""
     monkeypatch.setattr("specbatch.engine.engine.rare_collections", RareCollections())
     engine = toy_engine()
     with closing(engine.stream([list(toy.prompts()[3])], SamplingParams(max_new_tokens=9))) as events:

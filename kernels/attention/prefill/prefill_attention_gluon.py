@@ -213,7 +213,7 @@ def _attend(
         weights, peak, total, shrink = _softmax(scores, key, position, peak, total, scale, MASK, WINDOW)
         new_p = gl.convert_layout(weights.to(p.dtype), gl.DotOperandLayout(0, OUT, 2))
         # The keys of the next block are there, as a rule. To wait for them here, which is a branch, keeps the assembler
-        # from moving the softmax behind the wait for the product.
+        # from moving the softmax to after the wait for the product.
         after = number + 1
         mbarrier.wait(k_ready.index(after % STAGES), (after // STAGES) & 1, pred=i + 1 < blocks)
         acc, p, new_p = warpgroup_mma_wait(0, deps=[acc, p, new_p])

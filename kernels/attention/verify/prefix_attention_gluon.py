@@ -179,7 +179,7 @@ def _consume(
             weights, peak, total, shrink = _softmax(scores, peak, total, scale)
             new_p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2))
             # The keys of the next block are there, as a rule. To wait for them here, which is a branch, keeps the
-            # assembler from moving the softmax behind the wait for the product.
+            # assembler from moving the softmax to after the wait for the product.
             after = number + 1
             mbarrier.wait(k_ready.index(after % STAGES), (after // STAGES) & 1, pred=i + 1 < blocks)
             acc, p, new_p = warpgroup_mma_wait(0, deps=[acc, p, new_p])
@@ -214,7 +214,7 @@ def prefix_attention_kernel(
     v_bufs = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, DIM], layout)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Block number n completes it for the n-th time (so to say): its keys are free, and the values of block n - 1.
+    # Its n-th completion frees the keys of block n and the values of block n - 1.
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
