@@ -39,6 +39,17 @@ class ChangedError(SpecbatchError):
     """A file was changed or removed by something else while a command read or wrote it."""
 
 
+class ShortOfMemoryError(SpecbatchError):
+    """Memory ran out during the work, and a smaller batch did not help.
+
+    requests: (index, sample) of the prompts that were being computed
+    """
+
+    def __init__(self, message: str, requests: Sequence[tuple[int, int]] = ()) -> None:
+        super().__init__(message)
+        self.requests = requests
+
+
 def refuse(setting: str, value: object, works: str) -> SpecbatchError:
     """The error for `setting` having `value`; `works` says what would be accepted, and why. The message is one line, in
     which long values are shortened."""
@@ -118,7 +129,7 @@ def reporting(kept: Callable[[], str]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(*stop.args or (kept(),)) from None
-    except (FailedError, ChangedError) as error:
+    except (FailedError, ChangedError, ShortOfMemoryError) as error:
         if error.kept is None:
             error.kept = kept()
         raise

@@ -160,7 +160,8 @@ def test_draft_lengths_change_without_a_wait(
     def choose(self: DraftLength, rows: int, describe: Any) -> Choice:
         drafts = chance.choice([0, 0, *self.draft_lengths])
         splits = self.can_split and rows > 1 and drafts and chance.random() < 0.3
-        return Choice(drafts, [rows - 1] if splits else None)
+        kind = self.model.kind(rows, drafts, 1 if splits else None)
+        return Choice(drafts, [rows - 1] if splits else None, kind, expected_s=1.0)
 
     monkeypatch.setattr(DraftLength, "choose", choose)
     for seed in (1, 2, 3, 4, 5, 1):  # compiles the remaining kernels and records graphs that are first needed now

@@ -117,6 +117,11 @@ class HeadPrefillGraphs(HeadPrefill):
     def capture(self) -> Iterator[None]:
         yield from self._recorder.record_each(self._buckets, self._record, self._graphs.clear, self.left_out)
 
+    def drop(self) -> None:
+        self._graphs.clear()
+        self._buckets.clear()
+        del self._places, self._taken, self._x, self._qkv, self._attended
+
     def _record(self, bucket: int) -> None:
         programs = [partial(self._segment, layer, bucket) for layer in range(self.head.depth)]
         for program in programs:
@@ -127,8 +132,9 @@ class HeadPrefillGraphs(HeadPrefill):
         overrides = self._overrides(metadata)
         attend = attention_of(self.head, self.cache, metadata, metadata.positions)
         has_embeddings = any(given is not None for given in overrides)
-        if has_embeddings or len(taken) > self._buckets[-1]:
-            self.counters.fall_back("embeddings" if has_embeddings else "long pass")
+        reason = "dropped" if not self._buckets else "long pass" if len(taken) > self._buckets[-1] else ""
+        if has_embeddings or reason:
+            self.counters.fall_back("embeddings" if has_embeddings else reason)
             self._write(tokens, taken, metadata.positions, metadata.kv_slots, overrides, attend)
             return
         count = len(taken)

@@ -16,6 +16,7 @@ from specbatch.core.request import Completion
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.heads.draft_head import DraftHead
+from specbatch.runtime.device import is_out_of_memory
 
 TEXTS = 8
 LONGEST = 2048  # tokens of a text
@@ -40,7 +41,9 @@ def compare_layer_offsets(model: Decoder, head: DraftHead, ended: Sequence[Compl
                 boundaries = ",".join(str(layer + 1) for layer in layers)
                 same = shift and _alike(own_share, share, max(drafted, 1))
                 shares.append(f"{share:.1%} with {boundaries}{' (no difference: chance)' if same else ''}")
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         return "feature layers: not compared with their neighbors, for lack of memory"
     own, *others = shares
     if not drafted or not others:

@@ -22,14 +22,16 @@ from specbatch.engine.requests.prompt_reader import PromptReader
 from specbatch.engine.requests.submissions import Source, SubmissionQueue
 from specbatch.engine.schedule.runner import Runner
 from specbatch.engine.schedule.schedules import SCHEDULES
+from specbatch.engine.schedule.smaller_batch import Launch
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer, checked_pairs
 from specbatch.engine.setup.builder import EngineParts, build
-from specbatch.errors import refuse
+from specbatch.errors import SpecbatchError, refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.models.config import ModelConfig
 from specbatch.progress.bars import Report
 from specbatch.records.low_acceptance import LowAcceptanceWarning
 from specbatch.records.run_record import RunRecord
+from specbatch.runtime.device import is_out_of_memory
 from specbatch.runtime.garbage import rare_collections
 from specbatch.weights import Log
 
@@ -97,8 +99,9 @@ class Engine(InferenceEngine):
         self._scorer = Scorer(
             parts.worker,
             parts.plan,
-            chunk=parts.plan.prefill_chunk,
             shares=parts.config.prefix_cache and not parts.model.recurrent_layers,
+            most=lambda: parts.scheduler.prefill_chunk,
+            shrink=self._shrink,
         )
         self._trusted = True
         can_be_low = speculation.num_drafts and speculation.simulated is None
@@ -237,25 +240,39 @@ class Engine(InferenceEngine):
         with DeferredInterrupts(once=True), on_device(self.device):
             try:
                 return self._schedule.step()
-            except torch.OutOfMemoryError:
-                if self._ranks is not None or not self._runner.launch.can_shrink:
+            except RuntimeError as error:
+                failed = self._runner.launch
+                if not is_out_of_memory(error):
                     raise
-            self._shrink()  # here, because the frames of the error hold tensors
+                if self._ranks is not None or not failed.can_shrink(self.parts.worker):
+                    raise self._short_of_memory(failed) from error
+            self._shrink(failed)  # here, because the frames of the error hold tensors
         return True
 
-    def _shrink(self) -> None:
+    def _short_of_memory(self, failed: Launch) -> SpecbatchError:
+        if not failed.size:
+            return self.plan.out_of_memory("running prompts")
+        requests = [(item.index, item.sample) for item in self.parts.scheduler.holders]
+        return self.plan.does_not_fit(str(failed), requests)
+
+    def _shrink(self, failed: Launch) -> None:
         """Go on with a smaller batch after a launch that ran out of memory."""
         self._schedule.drop()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-        name, value, why = self._runner.launch.shrink(self.parts.scheduler)
+        self._free_memory()
+        name, value, why = failed.shrink(self.parts.scheduler, self.parts.worker)
+        self._free_memory()
         self._log(f"{name}: {value} ({why})")
         self.caps |= {name: value, "reasons": self.caps["reasons"] | {name: why}}
 
+    def _free_memory(self) -> None:
+        """Give memory that nothing uses any more back to the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
     def _explain(self, error: BaseException, doing: str) -> None:
         """Raise an error that says more than this one, if there is one."""
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise self.plan.out_of_memory(doing) from error
         if self._ranks is not None:
             self._ranks.explain(error)

@@ -21,9 +21,11 @@ from specbatch.core.async_copy import AsyncCopy
 from specbatch.core.attention_metadata import PromptChunk, split_into_passes
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.score_step import ScoreWork
+from specbatch.engine.schedule.smaller_batch import Launch
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.memory.page_pool import pages_for
 from specbatch.memory.planner import MemoryPlan
+from specbatch.runtime.device import is_out_of_memory
 
 Pair = tuple[Sequence[int], Sequence[int]]  # context and continuation
 Checked = tuple[list[int], list[int]]
@@ -123,14 +125,17 @@ class Scorer:
         worker: DeviceWorker,
         plan: MemoryPlan,
         *,
-        chunk: int,
         shares: bool,
+        most: Callable[[], int],
+        shrink: Callable[[Launch], None],
     ) -> None:
-        """chunk: most tokens of a pass; shares: texts may share pages."""
+        """shares: texts may share pages; most: tokens of a pass, at most; shrink: lowers that after a pass that ran out
+        of memory."""
         self._worker = worker
         self._plan = plan
-        self._chunk = chunk
         self._shares = shares
+        self._most = most
+        self._shrink = shrink
         device = worker.batch.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.tally = Tally()
@@ -164,7 +169,7 @@ class Scorer:
         for text in sorted(texts, key=lambda text: text.tokens):
             begin = self._shared(group[-1].text, text) if group else 0
             full = len(group) == self._worker.batch.slots or pages + self._pages(text, begin) > self._plan.kv_pages
-            if group and (full or (not begin and tokens + len(text.tokens) > self._chunk)):
+            if group and (full or (not begin and tokens + len(text.tokens) > self._most())):
                 yield group
                 group, tokens, pages, begin = [], 0, 0, 0
             group.append(_Placed(text, begin))
@@ -186,10 +191,23 @@ class Scorer:
 
     def _launch(self, group: list[_Placed], pairs: list[Checked]) -> tuple[list[int], AsyncCopy]:
         """The pair that each scored token belongs to; and on their way to the host, the tokens' log-probabilities
-        float32 and whether they are greedy."""
+        float32 and whether they are greedy. A group that runs out of memory is launched again, in shorter passes."""
+        tokens = sum(len(text.tokens) - begin for text, begin in group)
+        while True:
+            longest = Launch(min(tokens, self._most()), prefills=True)
+            try:
+                return self._passes(group, pairs)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                if not longest.can_shrink(self._worker):
+                    raise self._plan.does_not_fit(str(longest)) from error
+            self._shrink(longest)  # here, because the frames of the error hold tensors
+
+    def _passes(self, group: list[_Placed], pairs: list[Checked]) -> tuple[list[int], AsyncCopy]:
         owners: list[int] = []
         found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for chunks in split_into_passes(self._place(group), self._chunk):
+        for chunks in split_into_passes(self._place(group), self._most()):
             tokens = [token for chunk in chunks for token in group[chunk.slot - 1].text.tokens[chunk.start : chunk.end]]
             read: list[int] = []
             targets: list[tuple[int, int]] = []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from specbatch.config.draft_shape import AUTO
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import ShortOfMemoryError, SpecbatchError, refuse
 from specbatch.memory.capacity import Capacity, choose, most_that_fit, usual_fraction
 from specbatch.memory.page_pool import pages_for, reserved_length
 
@@ -92,14 +92,26 @@ class MemoryPlan:
 
     def out_of_memory(self, doing: str) -> SpecbatchError:
         """The error for memory that ran out while `doing` something, despite the plan."""
+        return SpecbatchError(
+            f"out of memory while {doing}: {size_text(self.available)} were planned for ({self._parts}); use a lower "
+            f"memory_fraction ({self.memory_fraction:g} now), kv_pages ({self.kv_pages}), max_running "
+            f"({self.max_running}) or prefill_chunk ({self.prefill_chunk})"
+        )
+
+    def does_not_fit(self, what: str, requests: Sequence[tuple[int, int]] = ()) -> ShortOfMemoryError:
+        """The error for a launch that ran out of memory and cannot be smaller. requests: that were computed."""
+        return ShortOfMemoryError(
+            f"out of memory: {what} does not fit beside {self._parts}; use a lower memory_fraction "
+            f"({self.memory_fraction:g} now) or kv_pages ({self.kv_pages})",
+            requests,
+        )
+
+    @property
+    def _parts(self) -> str:
         parts = f"weights {size_text(self.weights + self.draft_weights)}, KV {size_text(self.own_kv)}"
         parts += f", states {size_text(self.states)}" if self.states else ""
         more = f", graphs {size_text(self.graphs)}" if self.graphs else ""
-        return SpecbatchError(
-            f"out of memory while {doing}: {size_text(self.available)} were planned for ({parts}, workspace "
-            f"{size_text(self.workspace)}{more}); use a lower memory_fraction ({self.memory_fraction:g} now), kv_pages "
-            f"({self.kv_pages}), max_running ({self.max_running}) or prefill_chunk ({self.prefill_chunk})"
-        )
+        return f"{parts}, workspace {size_text(self.workspace)}{more}"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from specbatch.core.sampling import SamplingFlags
 from specbatch.core.sampling_params import MOST_TOP_LOGPROBS
 from specbatch.kernels.common.rehearsal import is_rehearsing, rehearse
 from specbatch.kernels.elementwise.gather_rows import ring_push
+from specbatch.runtime.device import is_out_of_memory
 
 Program = Callable[[], None]
 # Results that may be in flight at the same time: one being computed, one being copied, one being read.
@@ -119,8 +120,8 @@ class Recorder:
         """Record a bucket if there is enough memory. When this returns, no frame of an error holds tensors."""
         try:
             record(bucket)
-        except torch.OutOfMemoryError:
-            if not self._may_leave_out:
+        except RuntimeError as error:
+            if not self._may_leave_out or not is_out_of_memory(error):
                 raise
             return False
         return True
@@ -227,6 +228,9 @@ class Recordings(Protocol):
         """How often `capture` yields."""
         ...
 
+    def drop(self) -> None:
+        """Free all recordings, and the memory that they use. What they recorded runs eagerly from now on."""
+
 
 class WholeGraphs:
     """One recording of a whole decode step per batch bucket, number of drafts, number of requests that draft, sampling
@@ -291,6 +295,10 @@ class WholeGraphs:
     def recorded(self) -> int:
         """How many recordings there are."""
         return len(self._graphs)
+
+    def drop(self) -> None:
+        self._graphs.clear()
+        self._rings.clear()
 
     def capture(self) -> Iterator[None]:
         yield from self.recorder.record_each(self._buckets, self._capture_kinds, self._graphs.clear, self.left_out)
@@ -363,8 +371,10 @@ class WholeGraphs:
         # A step over padding slots is harmless if its result goes to the next place: others may be in flight.
         self._rows.zero_()
         self._sent = []
-        self.recorder.warm(program)
-        self._place.fill_(self._turn)
+        try:
+            self.recorder.warm(program)
+        finally:  # without memory it may have ended before or after it counted the place
+            self._place.fill_(self._turn)
         replay = self.recorder.record(program)
         if not is_rehearsing():
             self._graphs[bucket, num_drafts, drafting, flags, shares] = replay

@@ -9,6 +9,13 @@ import torch
 from specbatch.config.engine_config import Graphs
 from specbatch.errors import refuse
 
+_NO_MEMORY = (
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+)
+
 
 def find_device(name: str) -> torch.device:
     """The device that `name` (auto, cpu, cuda, cuda:N) selects on this machine."""
@@ -40,6 +47,13 @@ def device_type(name: str) -> str:
 def default_graphs(device_type: str) -> Graphs:
     """The graphs that commands record by default: without any, they would time the host on a GPU."""
     return Graphs("whole", "piecewise") if device_type == "cuda" else Graphs()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out. Only torch's allocator of a GPU raises OutOfMemoryError; the driver
+    (graphs, pinned memory), Triton (kernels), cuBLAS (workspaces) and the allocator of a CPU have messages."""
+    known = isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+    return known or isinstance(error, torch.OutOfMemoryError)
 
 
 def type_name(dtype: torch.dtype) -> str:

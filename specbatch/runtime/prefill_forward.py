@@ -155,6 +155,13 @@ class PiecewiseGraphs:
         self._segments.clear()
         self._wholes.clear()
 
+    def drop(self) -> None:
+        self._forget()
+        self._buckets.clear()
+        self._spans.clear()
+        del self._prompt, self._residual, self._projected, self._mixed, self._q, self._k
+        del self._last, self._aux, self._inputs
+
     def _record(self, all_unlike: list[int], bucket: int) -> None:
         if (bucket, True) not in self._spans:
             self._record_segments(bucket)
@@ -178,8 +185,8 @@ class PiecewiseGraphs:
         if metadata.embedding_overrides(self._model.embedding) is not None:
             self.counters.fall_back("embeddings")  # the recorded segments look up every token
             return _run_eagerly(self._model, self._cache, metadata, rows, tokens)
-        if count > self._buckets[-1]:
-            self.counters.fall_back("long pass")
+        if not self._buckets or count > self._buckets[-1]:
+            self.counters.fall_back("long pass" if self._buckets else "dropped")
             return _run_eagerly(self._model, self._cache, metadata, rows, tokens)
         bucket = bucket_of(self._buckets, count)
         key = bucket, spans.fresh

@@ -13,9 +13,11 @@ from crossed import slow_but
 from released import check_released
 from targets import Targets
 
-from specbatch import SamplingParams, SpecbatchError
+from specbatch import Completion, SamplingParams
 from specbatch.config.engine_config import Speculation
 from specbatch.engine.engine import Engine
+from specbatch.errors import ShortOfMemoryError
+from specbatch.runtime.device import is_out_of_memory
 
 SPECULATIONS = {
     "none": Speculation(),
@@ -31,7 +33,7 @@ CASES = [
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.8, ignore_eos=True, logprobs=True)
 
 
-def fail_above(worker: Any, name: str, size: Callable[..., int], limit: int, *, after: bool) -> list[int]:
+def fail_above(worker: Any, name: str, size: Callable[..., int], limit: int, *, after: bool = False) -> list[int]:
     """Let calls of a worker's method fail whose size is above a limit, before or after they have run."""
     launch, failed = getattr(worker, name), list[int]()
 
@@ -50,11 +52,12 @@ def fail_decode(engine: Engine, limit: int, *, after: bool = False) -> list[int]
     return fail_above(engine.parts.worker, "decode", lambda slots, *_: len(slots), limit, after=after)
 
 
-def fail_prefill(engine: Engine, limit: int, *, after: bool = False) -> list[int]:
-    def tokens(work: Any) -> int:
-        return sum(chunk.end - chunk.start for chunk in work.chunks)
+def tokens_of(work: Any) -> int:
+    return sum(chunk.end - chunk.start for chunk in work.chunks)
 
-    return fail_above(engine.parts.worker, "prefill", tokens, limit, after=after)
+
+def fail_prefill(engine: Engine, limit: int, *, after: bool = False) -> list[int]:
+    return fail_above(engine.parts.worker, "prefill", tokens_of, limit, after=after)
 
 
 @pytest.mark.parametrize(("name", "after"), [("none", False), ("v1", True), ("ngram", True), ("self", False)])
@@ -82,34 +85,69 @@ def test_a_smaller_batch_gives_the_same_tokens(
     ]
 
 
-def test_shorter_passes_give_the_same_tokens(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+@pytest.mark.parametrize(("limit", "sizes"), [(270, [560, 280]), (3, [560, 280, 256, 128, 64, 32, 16, 8, 4])])
+def test_shorter_passes_give_the_same_tokens(
+    toy: Any, toy_engine: Callable[..., Engine], limit: int, sizes: list[int]
+) -> None:
     prompts = [list(prompt) * 20 for prompt in toy.prompts()[:12]]
     prompts = [prompt[:90] for prompt in prompts]
     expected = toy_engine().generate(prompts, PARAMS)
     lines: list[str] = []
     engine = toy_engine(log=lines.append)
-    failed = fail_prefill(engine, 270, after=True)
+    failed = fail_prefill(engine, limit, after=True)
     found = engine.generate(prompts, PARAMS)
     assert [item.token_ids for item in found] == [item.token_ids for item in expected]
-    assert failed
-    assert failed == [560, 280]
-    assert engine.caps["prefill_chunk"] == 256
+    assert failed == sizes
+    assert engine.caps["prefill_chunk"] == (256 if limit > 256 else 2)
     assert engine.caps["max_running"] == 8
     assert any(line.startswith("prefill_chunk: 280 (lowered from 2048: a prefill pass of 560 tok") for line in lines)
     check_released(engine)
 
 
-def test_one_request_that_does_not_fit_fails(toy: Any, toy_engine: Callable[..., Engine]) -> None:
-    prompts = [list(prompt) for prompt in toy.prompts()[:3]]
+@pytest.mark.parametrize(("name", "what"), [("decode", "a decode step of 1 request"), ("prefill", "a .* of 1 token")])
+def test_one_request_that_does_not_fit_fails(toy: Any, toy_engine: Callable[..., Engine], name: str, what: str) -> None:
+    """In one line, which names what is left to try; what has finished is kept, and the engine can be used again."""
+    prompts, kept, engine = [list(prompt) for prompt in toy.prompts()[:3]], list[Completion](), toy_engine()
+    short, launch = replace(PARAMS, max_new_tokens=1), getattr(engine.parts.worker, name)
+    first = engine.generate(prompts[:1], PARAMS)
+    (fail_decode if name == "decode" else fail_prefill)(engine, 0)
+    works = rf"out of memory: {what} does not fit beside weights .*; use a lower memory_fraction \(.*\) or kv_pages \("
+    with pytest.raises(ShortOfMemoryError, match=works) as caught:
+        engine.generate(prompts, [short, PARAMS, PARAMS], on_completion=kept.append)
+    assert "\n" not in str(caught.value)
+    assert [item.index for item in kept] == [0] * (name == "decode")
+    assert caught.value.requests == [(len(kept), 0)]
+    check_released(engine)
+    setattr(engine.parts.worker, name, launch)
+    assert engine.generate(prompts[:1], PARAMS)[0].token_ids == first[0].token_ids
+
+
+def test_other_errors_than_that_of_the_allocator(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60)
+    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert not is_out_of_memory(RuntimeError("size mismatch"))
+    assert not is_out_of_memory(ValueError("CUDA error: out of memory"))
+
+
+def test_scoring_takes_shorter_passes(toy: Any, toy_engine: Callable[..., Engine]) -> None:
+    pairs = [(list(prompt) * 6, [3 + index, 4]) for index, prompt in enumerate(toy.prompts()[:6])]
+    expected, lines, seen = toy_engine().score(pairs), list[str](), list[int]()
+    engine = toy_engine(log=lines.append)
+    failed = fail_above(engine.parts.worker, "score", tokens_of, 9, after=True)
+    found = engine.score(pairs, on_score=lambda index, likelihood: seen.append(index))
+    assert sorted(seen) == list(range(6))
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=1e-4)
+    assert failed == sorted(failed, reverse=True)
+    assert engine.caps["prefill_chunk"] <= 9
+    said = f"prefill_chunk: {engine.caps['prefill_chunk']} (lowered from "
+    assert any(line.startswith(said) and line.endswith("ran out of memory)") for line in lines)
     engine = toy_engine()
-    fail_decode(engine, 0)
-    message = r"out of memory while running prompts: .* max_running \(8\) or prefill_chunk \(2048\)"
-    with pytest.raises(SpecbatchError, match=message):
-        engine.generate(prompts, PARAMS)
-    engine = toy_engine()
-    fail_prefill(engine, 0)
-    with pytest.raises(SpecbatchError, match="out of memory while running prompts"):
-        engine.generate(prompts, PARAMS)
+    fail_above(engine.parts.worker, "score", tokens_of, 0)
+    with pytest.raises(ShortOfMemoryError, match="out of memory: a prefill pass of 1 token does not fit"):
+        engine.score(pairs)
 
 
 def test_samples_and_prompt_logprobs_survive(toy: Any, toy_engine: Callable[..., Engine]) -> None:
@@ -137,7 +175,7 @@ def test_all_kinds_of_state_are_computed_again(targets: Targets, target: str, dr
             nonlocal calls
             calls += 1
             result = launch(*args)
-            if calls in (5, 12) and engine._runner.launch.can_shrink:
+            if calls in (5, 12) and engine._runner.launch.can_shrink(worker):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
             return result
 

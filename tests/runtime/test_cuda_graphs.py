@@ -452,7 +452,7 @@ def test_out_of_memory_shows_the_plan(
 
     engine = graph_engine(graphs=Graphs())
     engine.parts.worker.decode = fail
-    with pytest.raises(SpecbatchError, match="out of memory while running prompts"):
+    with pytest.raises(SpecbatchError, match="out of memory: a decode step of 1 request does not fit beside weights"):
         engine.generate([list(toy.prompts()[0])], greedy(4))
     fake_graphs(monkeypatch, Recorder)
     message = r"out of memory while building the engine: .* KV .* graphs .*; use a lower"
@@ -543,3 +543,54 @@ def test_prefill_passes_that_are_not_recorded_run_without_graphs(
     graphs = engine.record().counters["graphs"]["target_prefill"]
     assert graphs["fallbacks"]["long pass"] > 0
     assert graphs["replays"] > 0
+
+
+@pytest.mark.parametrize(("name", "kind"), [("none", "decode"), ("self", "prefill"), ("eagle3", "prefill")])
+def test_graphs_are_dropped_where_smaller_batches_do_not_help(
+    toy: Any, graph_engine: Callable[..., Any], name: str, kind: str
+) -> None:
+    prompts, lines, speculation = [list(prompt) for prompt in toy.prompts()[:5]], list[str](), SPECULATIONS[name]
+    expected = graph_engine(speculation=speculation).generate(prompts, greedy(9))
+    engine = graph_engine(speculation=speculation, log=lines.append)
+    worker, launch = engine.parts.worker, getattr(engine.parts.worker, kind)
+
+    def failing(*args: Any) -> Any:
+        if worker.has_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+        return launch(*args)
+
+    setattr(worker, kind, failing)
+    found = engine.generate(prompts, greedy(9))
+    assert [item.token_ids for item in found] == [item.token_ids for item in expected]
+    assert engine.caps["graphs"] == "off"
+    assert any(line.startswith("graphs: off (dropped: a ") for line in lines)
+    assert engine.caps["max_running"] == (1 if kind == "decode" else 8)
+    assert engine.caps["prefill_chunk"] == 48  # shorter passes are the last resort
+    graphs = engine.record().counters["graphs"]
+    assert graphs["decode"]["fallbacks"]["off"] > 0
+    for role in ("target_prefill", *["draft_prefill"] * (name != "none")):
+        assert graphs[role]["fallbacks"]["dropped"] > 0
+
+
+def test_a_late_recording_that_fails_moves_no_result(
+    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of graphs go to places in turn, which a run before the recording counts, too."""
+    failed: list[int] = []
+
+    class Recorder(FakeRecorder):
+        def warm(self, program: Program) -> None:
+            super().warm(program)
+            if self.recorded >= 4 and not failed:
+                failed.append(self.recorded)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+
+    prompts, lines = [list(prompt) for prompt in toy.prompts()[:5]], list[str]()
+    params = [*[greedy(12)] * 2, *[SAMPLED] * 3]  # after the failure, recordings of before are used first
+    expected = toy_engine(max_running=8).generate(prompts, params)
+    fake_graphs(monkeypatch, Recorder)
+    engine = toy_engine(max_running=8, graphs=Graphs(decode="whole"), log=lines.append)
+    found = engine.generate(prompts, params)
+    assert failed
+    assert [item.token_ids for item in found] == [item.token_ids for item in expected]
+    assert any(line.startswith("max_running: 2 (lowered from 8: a decode step of 5 requests") for line in lines)

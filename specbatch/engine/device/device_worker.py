@@ -264,9 +264,9 @@ class DeviceWorker:
             self.decode_step.drafter.shorten(step)
 
     @launches
-    def catch_up(self, chunks: list[PromptChunk]) -> None:
-        """Update the draft state for tokens that were computed without it."""
-        self.prefill_step.catch_up(chunks, self._prefill_chunk)
+    def catch_up(self, chunks: list[PromptChunk], most: int) -> None:
+        """Update the draft state for tokens that were computed without it, up to `most` tokens a pass."""
+        self.prefill_step.catch_up(chunks, most)
 
     @launches
     def place(self, count: int, length: int, pages: int) -> None:
@@ -362,6 +362,17 @@ class DeviceWorker:
             torch.cuda.synchronize(self.batch.device)
             torch.cuda.empty_cache()  # what warming up took on the recorder's stream, where nothing else can use it
         return sum(len(item) for item in recordings)
+
+    @property
+    def has_graphs(self) -> bool:
+        return any(map(len, self.recordings()))
+
+    @launches
+    def drop_graphs(self) -> None:
+        """Free all recordings; everything runs eagerly from now on."""
+        for item in self.recordings():
+            item.drop()
+        self.graphs = None
 
     def warm_ups(self) -> list[Program]:
         """Prefill passes that compile whatever runs between the segments, which are not recorded yet: it has the static

@@ -280,9 +280,12 @@ class Runner:
             return fewer
         chunks = self.scheduler.plan_catch_up(members, self._own)
         if chunks:
+            step, most = self.launch, self.scheduler.prefill_chunk
+            self.launch = Launch(min(sum(chunk.end - chunk.start for chunk in chunks), most), prefills=True)
             self._worker.catch_up(
-                [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks]
+                [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks], most
             )
+            self.launch = step
         return fewer or bool(chunks)
 
     def _count_times(self, launched: Launched, start: float, now: float, overlapped: bool, late: bool) -> None:

@@ -123,6 +123,11 @@ class Scheduler:
         return len(self._prefilling) + len(self._running)
 
     @property
+    def holders(self) -> list[Request]:
+        """The requests that hold a slot."""
+        return [*self._running, *self._prefilling]
+
+    @property
     def keeps_pages(self) -> bool:
         """Whether requests keep all of their pages until they end."""
         return self._window is None
@@ -433,7 +438,7 @@ class Scheduler:
     def retract_all(self) -> int:
         """Take the memory of all running requests, and that of cached prefixes: a pass has failed, so that pages may
         hold anything. They wait in their order. Returns how many."""
-        running = sorted((*self._running, *self._prefilling), key=lambda item: (item.index, item.sample), reverse=True)
+        running = sorted(self.holders, key=lambda item: (item.index, item.sample), reverse=True)
         for request in running:
             self._retract(request)
         self.forget_prefixes()

@@ -41,7 +41,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.progress.bars import Report, Stages
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, recorded_tokens
-from specbatch.runtime.device import type_name
+from specbatch.runtime.device import is_out_of_memory, type_name
 from specbatch.runtime.loader import Loader, grouped_line, kept_groups, quantization_lines, quantizes_activations
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights import Log
@@ -151,7 +151,9 @@ def _build(
                 raise
             log(_times(parts.caps, time.perf_counter() - start))
             return parts
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise plan.out_of_memory("building the engine") from error
 
 

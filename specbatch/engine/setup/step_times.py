@@ -78,7 +78,7 @@ def measure_catch_up(worker: DeviceWorker, tokens: int, pages: int, *, by_target
     count = min(tokens, MOST_CATCH_UP, worker.batch.width - 2, pages * page_size - 1)
     worker.place(1, count, pages_for(count + 1, page_size))
     chunks, device = [PromptChunk(1, 0, count)], worker.batch.device
-    catch_up = partial(worker.catch_up, chunks)
+    catch_up = partial(worker.catch_up, chunks, count)
     prefill = partial(worker.prefill, PrefillWork(chunks, [], drafts=False))
     whole, plain = shortest(catch_up, device), 0.0
     if by_target:  # in turn, as clocks change

@@ -160,7 +160,7 @@ def test_quantize_fp8_dispatches_to_kernels(
 ) -> None:
     seen = watch(fp8_quantize_triton, "quantize_fp8", before=len)
     force_kernels(True)
-    quantize_fp8(torch.zeros(3, 5))
+    quantize_fp8(torch.zeros(3, 5, device=device))
     force_kernels(False)
-    assert quantize_fp8(torch.zeros(3, 5)).values.shape == (3, 5)
+    assert quantize_fp8(torch.zeros(3, 5, device=device)).values.shape == (3, 5)
     assert seen == [3]
