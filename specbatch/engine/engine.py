@@ -25,7 +25,7 @@ from specbatch.engine.schedule.schedules import SCHEDULES
 from specbatch.engine.schedule.smaller_batch import Launch
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer, checked_pairs
 from specbatch.engine.setup.builder import EngineParts, build
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.models.config import ModelConfig
 from specbatch.progress.bars import Report
@@ -244,16 +244,11 @@ class Engine(InferenceEngine):
                 failed = self._runner.launch
                 if not is_out_of_memory(error):
                     raise
-                if self._ranks is not None or not failed.can_shrink(self.parts.worker):
-                    raise self._short_of_memory(failed) from error
+                if not failed.can_shrink(self.parts.worker):
+                    requests = [(item.index, item.sample) for item in self.parts.scheduler.holders]
+                    raise failed.error(self.plan, requests) from error
             self._shrink(failed)  # here, because the frames of the error hold tensors
         return True
-
-    def _short_of_memory(self, failed: Launch) -> SpecbatchError:
-        if not failed.size:
-            return self.plan.out_of_memory("running prompts")
-        requests = [(item.index, item.sample) for item in self.parts.scheduler.holders]
-        return self.plan.does_not_fit(str(failed), requests)
 
     def _shrink(self, failed: Launch) -> None:
         """Go on with a smaller batch after a launch that ran out of memory."""
