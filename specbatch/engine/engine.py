@@ -43,6 +43,7 @@ class Engine(InferenceEngine):
     `report` is called with the progress of loading layers and recording graphs, on all ranks. `weights_of`: an open
     engine whose target weights are used in place of a copy of one's own. `share`: this engine's part of the memory, if
     several are built one after the other. `parts`: model, scheduler and worker until `close`, for benchmarks and tests.
+    `on_shrink`: called with a line when the batch becomes smaller after a lack of memory; by default this is `log`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Engine(InferenceEngine):
         share: MemoryShare = EXCLUSIVE,
     ) -> None:
         super().__init__()
-        self._log = log = log or (lambda line: None)
+        log = log or (lambda line: None)
         if config.data_parallel > 1:
             raise refuse("data_parallel", config.data_parallel, "an Engine is one replica; use DataParallelEngine")
         if weights_of is not None:
@@ -104,6 +105,7 @@ class Engine(InferenceEngine):
             shrink=self._shrink,
         )
         self._trusted = True
+        self.on_shrink = log
         can_be_low = speculation.num_drafts and speculation.simulated is None
         causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
         # A diagnosis runs the model on this rank alone.
@@ -256,7 +258,7 @@ class Engine(InferenceEngine):
         self._free_memory()
         name, value, why = failed.shrink(self.parts.scheduler, self.parts.worker)
         self._free_memory()
-        self._log(f"{name}: {value} ({why})")
+        self.on_shrink(f"{name}: {value} ({why})")
         self.caps |= {name: value, "reasons": self.caps["reasons"] | {name: why}}
 
     def _free_memory(self) -> None:

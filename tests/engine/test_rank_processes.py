@@ -130,7 +130,7 @@ CAUSES = {
     "capture": "rank 1 failed: RuntimeError: operation not permitted when stream is capturing",
     "launch": "rank 1 failed: ValueError: index out of range",
     "memory": r"out of memory: a decode step of 1 request on rank 1 does not fit beside weights .*",
-    "memory_of_prompts": r"out of memory: a prefill pass of \d+ tokens on rank 1 does not fit beside .*, or prefill_chunk=",
+    "memory_of_prompts": r"out of memory: a prefill pass of \d+ tokens on rank 1 does not fit .*, or prefill_chunk=",
     "stop": "rank 1 has not answered for 3 s, as if its process were stopped",
 }
 SHORT_OF_MEMORY = ("load", "memory", "memory_of_prompts")
