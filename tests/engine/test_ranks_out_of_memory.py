@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from specbatch.engine.device.prefill import PrefillStep
 from specbatch.engine.device.score_step import ScoreStep
 from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.setup import builder
-from specbatch.errors import ShortOfMemoryError
+from specbatch.errors import FailedError, ShortOfMemoryError
 from specbatch.runtime.loader import Loader
 
 SHORT, LONG = (SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (2, 24))
@@ -77,6 +78,9 @@ def test_the_error_names_rank_launch_and_settings(
     assert caught.value.smaller == {name: int(value), "kv_pages": pages}
     # v1 runs a decode step between both passes, which ends the first request.
     assert [item.token_ids for item in kept] == [expected[0][:2]] * (launch == "decode" or schedule == "v1")
+    words = rf"rank {rank} failed: .*out of memory.*; a new engine starts new processes"
+    with pytest.raises(FailedError, match=re.compile(words, re.IGNORECASE)):
+        engine.generate(PROMPTS, SHORT)
     engine.close()
     # With these settings a new engine goes on.
     again = ranks(targets, drafter, schedule=schedule, **{"prefill_chunk": 16} | caught.value.smaller)

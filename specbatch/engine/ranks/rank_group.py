@@ -42,7 +42,7 @@ class RankGroup:
         Raises SpecbatchError if one of them fails meanwhile."""
         self.failure: str | None = None
         self._details = ""
-        self._short: ShortOfMemoryError | None = None  # if the reason is a lack of memory
+        self._short: ShortOfMemoryError | None = None  # the reason, if it is a lack of memory and was not raised yet
         self._communicator: Communicator | None = None
         self._connections = connections
         self._processes = processes
@@ -159,13 +159,13 @@ class RankGroup:
         self.check()
 
     def check(self) -> None:
-        """Raise SpecbatchError if a rank has failed: ShortOfMemoryError if it ran out of memory."""
+        """Raise SpecbatchError if a rank has failed: the first time ShortOfMemoryError if it ran out of memory."""
         if self._communicator is not None and self._communicator.is_late:
             self.fail("a rank did not answer in time")
         if self.failure is not None:
             error: SpecbatchError = FailedError(f"tensor parallel: {self.failure}; a new engine starts new processes")
             if self._short is not None:
-                error = ShortOfMemoryError(str(self._short), smaller=self._short.smaller)
+                error, self._short = self._short, None
             if self._details:
                 error.add_note(self._details)
             raise error
