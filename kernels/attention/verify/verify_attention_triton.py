@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
+from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries, Mask
 from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two, to_stored
 from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile, PrefixWork
 from specbatch.kernels.attention.verify.prefix_attention_triton import divide, merge_prefixes, prefix_attention
@@ -39,7 +39,7 @@ from specbatch.kernels.common.workspace import reserve
 
 _NEW = tl.constexpr(16)  # new keys a step; the smallest tile of `tl.dot`
 _GRAIN = tl.constexpr(16)  # the keys of a split are a multiple of this
-_LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E = tl.constexpr(LOG2E)
 _LEAST = tl.constexpr(LEAST_SPLIT)  # and at least this
 
 
@@ -408,7 +408,7 @@ def _attention(
         positions if is_tree else None, ancestors,
         heads.q_norm, heads.k_norm, heads.k_offset, heads.sinks, heads.cos, heads.sin, partials, arrivals,
         None if sums is None or queries.prefixes is None else queries.prefixes.lengths, sums,
-        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * _LOG2E.value,
+        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * LOG2E,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=cdiv(n, _NEW.value),
         CAUSAL=causal, GROWN=first > 0, SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,
