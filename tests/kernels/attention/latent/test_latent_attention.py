@@ -123,7 +123,7 @@ def compare(
     projected = projected if dtype == torch.float32 else (2 * projected).round() / 2  # nothing is rounded
     k, v = (cache.masked_fill(~held[..., None, None], torch.nan).to(dtype) for cache in both)
     expected_k, expected_v = (cache.float().nan_to_num(0).to(dtype) for cache in (k, v))
-    reference = LatentDecodeRef(queries, heads.count, torch.float32)
+    reference = LatentDecodeRef(queries)
     by = [] if scales is None else [torch.tensor([scale]) for scale in scales]
     expected = reference(AttentionInputs(projected.clone(), heads, positions, expected_k, expected_v, *by), Mask())
     found = attend(AttentionInputs(projected, heads, positions, k, v, *by), Mask())
@@ -171,7 +171,7 @@ def test_published_sizes_on_a_gpu(batch: int, count: int, device: torch.device) 
     positions = (lengths[:, None] + torch.arange(count)).flatten()
     k, v = (torch.randn(batch * width + 1, size, 1, dim).to(bf16) for dim in (64, 512))
     projected = torch.randn(batch * count, heads.width).to(bf16)
-    reference = LatentDecodeRef(queries, 16, torch.float32)
+    reference = LatentDecodeRef(queries)
     expected = reference(AttentionInputs(projected.float(), exact, positions, k.float(), v.float()), Mask())
     inputs = AttentionInputs(projected, heads, positions, k, v)
     found = latent_verify(queries, token_slots(queries), inputs, Mask())
