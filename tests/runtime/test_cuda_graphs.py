@@ -28,6 +28,7 @@ from specbatch.engine.device.prefill import PrefillStep
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.dispatch import use_deterministic
 from specbatch.models.families.padded_attention import PaddedAttention
 from specbatch.runtime.cuda_graphs import RING, Program, batch_buckets, nothing, recorded_tokens, token_buckets
 from specbatch.runtime.parallel_compilation import Compilation, compile_ahead
@@ -369,6 +370,10 @@ def test_the_last_attention_is_of_the_last_tokens_only(graph_engine: Callable[..
         assert passes == [len(tokens)] * layers
         whole = model.forward(tokens, metadata.positions, metadata.bind(cache)).last
         torch.testing.assert_close(found, whole[rows], rtol=0, atol=1e-5)
+    passes.clear()
+    with use_deterministic(True):  # the number of prompts must not matter
+        forward(metadata, rows[:1], tokens)
+    assert len(passes) == len(model.layers)
 
 
 class FromTables:
