@@ -22,9 +22,7 @@ _MAX = tl.constexpr(FP8_MAX)
 
 @triton.jit
 def to_stored(x, scale, kind: tl.constexpr):
-    """`stored_kv.to_stored`: x in the type `kind`. scale: float32 that broadcasts to the shape of x, or None.
-
-    One division, because those of all values, in the loop of a kernel, take registers from it."""
+    """`stored_kv.to_stored`: x in the type `kind`. scale: float32 that broadcasts to the shape of x, or None."""
     wide = x.to(tl.float32)
     if scale is not None:
         wide *= tl.div_rn(tl.zeros_like(scale) + 1.0, scale)

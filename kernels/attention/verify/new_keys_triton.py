@@ -79,7 +79,7 @@ def attend_to_new_keys(
 ):  # fmt: skip
     """Queries, and what `attend` returns if the program has the `last` split: then new keys are written, too."""
     (
-        qkv, k_cache, v_cache, k_scale, v_scale, pages, positions, ancestors, q_norm, k_norm, k_offset, sinks, cos, sin, eps,
+        qkv, k_cache, v_cache, k_by, v_by, pages, positions, ancestors, q_norm, k_norm, k_offset, sinks, cos, sin, eps,
         n, first_node, capacity, window, root, length, head, tile, last, row, position, word,
     ) = given  # fmt: skip
     kept: tl.constexpr = k_cache.dtype.element_ty
@@ -122,8 +122,6 @@ def attend_to_new_keys(
                 if k_offset is not None:
                     less_one, less_two = halves(k_offset, head * DIM + tl.zeros_like(new), new < n, DIM, HALF)
                     a, b = a.to(tl.float32) - less_one, b.to(tl.float32) - less_two
-                k_by = k_scale if k_scale is None else tl.load(k_scale + head)
-                v_by = v_scale if v_scale is None else tl.load(v_scale + head)
                 a, b = to_stored(a, k_by, kept), to_stored(b, k_by, kept)
                 c, d = to_stored(c, v_by, kept), to_stored(d, v_by, kept)
                 if tile == 0:

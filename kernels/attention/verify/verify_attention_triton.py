@@ -110,14 +110,18 @@ def verify_attention_kernel(
         word = tl.load(ancestors + token, live, 0)
     if PAIRS:
         scale = tl.zeros([BLOCK_M, 1], tl.float32) + scale
+    k_by, v_by = k_scale, v_scale
     if k_scale is not None:
-        scale = scale * tl.load(k_scale + head)
+        k_by = tl.load(k_scale + head)
+        scale = scale * k_by
+    if v_scale is not None:
+        v_by = tl.load(v_scale + head)
     one = tl.zeros([BLOCK_M, HALF], tl.float32)
     two = tl.zeros([BLOCK_M, HALF], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     given = (
-        qkv, k_cache, v_cache, k_scale, v_scale, pages, positions, ancestors, q_norm, k_norm, k_offset, sinks, cos, sin, eps,
+        qkv, k_cache, v_cache, k_by, v_by, pages, positions, ancestors, q_norm, k_norm, k_offset, sinks, cos, sin, eps,
         n, first_node, capacity, window, root, length, head, tile, last, row, position, word,
     )  # fmt: skip
     if PAIRS:
@@ -181,7 +185,7 @@ def verify_attention_kernel(
             gdc_wait(PDL)
     inverse = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     if v_scale is not None:
-        inverse = inverse * tl.load(v_scale + head)
+        inverse = inverse * v_by
     if PAIRS:
         acc = tl.reshape(tl.join(one * inverse, two * inverse), (BLOCK_M, PADDED))
     else:
