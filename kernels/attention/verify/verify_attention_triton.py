@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
+from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries, Mask
 from specbatch.kernels.attention.stored_kv_triton import fp8_pairs
-from specbatch.kernels.attention.verify.new_keys_triton import LOG2E, NEW_KEYS, attend, attend_to_new_keys
+from specbatch.kernels.attention.verify.new_keys_triton import NEW_KEYS, attend, attend_to_new_keys
 from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile, PrefixWork
 from specbatch.kernels.attention.verify.prefix_attention_triton import divide, merge_prefixes, prefix_attention
 from specbatch.kernels.attention.verify.rotated_heads_triton import whole_heads
@@ -323,7 +323,7 @@ def _attention(
         positions if is_tree else None, ancestors,
         heads.q_norm, heads.k_norm, heads.k_offset, heads.sinks, heads.cos, heads.sin, partials, arrivals,
         None if sums is None or queries.prefixes is None else queries.prefixes.lengths, sums,
-        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * LOG2E.value,
+        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * LOG2E,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=cdiv(n, NEW_KEYS.value),
         CAUSAL=causal, GROWN=first > 0, SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,
