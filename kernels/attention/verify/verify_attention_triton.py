@@ -7,7 +7,9 @@ q/k RMSNorm, RoPE, the paged write of the new K and V, and attention over the ol
 takes the new keys from the qkv output and never reads them back from the cache, so no program waits for another; with
 shared keys it does read them from the cache, where the kernel of an earlier layer has written them. The last program to
 arrive at a tile's counter adds the partial sums in the order of the splits. The first old keys are loaded before the
-previous kernel has ended, and the new ones are attended to while they arrive. Decoding is a verify of one row.
+previous kernel has ended, and the new ones are attended to while they arrive: in the loop over the old keys, or ahead
+of it with an FP8 cache, whose loop needs the registers; there the first old keys are fetched to the L2. Decoding is a
+verify of one row.
 
 Heads are multiplied in two parts, their halves, which RoPE pairs. Those of an FP8 cache are read as pairs of
 neighbouring channels (`stored_kv_triton`), and their parts are the first and the second channels of pairs.
