@@ -305,7 +305,7 @@ class ReplicaPool:
         link = self._starter.start(place, lambda message: self._inbox.put((number, message)))
         self._replicas[number] = _Replica(place, link, failures)
         for build in self._builds.values():
-            settings = self._smaller.get(place, {}) if build.share.count == 1 else {}
+            settings: Mapping[str, Any] = self._smaller.get(place, {}) if build.share.count == 1 else {}
             link.send(replace(build, config=replace(build.config, **settings)))
 
     def _replace(self, number: int, ended: Ended) -> None:
