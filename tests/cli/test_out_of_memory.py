@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 from specbatch.cli.app import app
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.step import DecodeStep
+from specbatch.engine.ranks import ranks
 
 TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--max-model-len", "128", "--prefill-chunk", "64")
 Run = Callable[..., Result]
@@ -152,3 +153,28 @@ def test_sweep_goes_on_with_the_other_points(run: Run, monkeypatch: pytest.Monke
     assert all(
         json.loads(path.read_text())["workload"].get("error") is None for path in Path().glob("out/*/c*/r1/record.json")
     )
+
+
+@pytest.mark.slow
+def test_ranks_keep_finished_rows_and_continue_with_the_settings_of_the_error(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With processes: rank 1 runs out of memory in its 21st decode step."""
+    Path("in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in plain_lines()))
+    job = "generate in.jsonl -o out.jsonl --max-new-tokens 8 --concurrency 4 --tensor-parallel 2"
+    ranks.close_groups()
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "FOLLOWER", "faulty_follower")
+        patch.setenv("FAULT", "memory")
+        last = run(job, 2).stderr.splitlines()[-1]
+    found = re.match(
+        r"error: out of memory: a decode step of 4 requests on rank 1 does not fit beside weights .*; use a lower "
+        r"--memory-fraction \(0.8 now\), or (--max-running=2 with --kv-pages=\d+); kept (\d+) finished of 12 in "
+        r"out.jsonl.partial; the same command continues$",
+        last,
+    )
+    assert found, last
+    assert int(found[2]) >= 4
+    assert f"continuing: {found[2]} of 12 are finished" in run(f"{job} {found[1].replace(' with', '')}").stderr
+    assert [row["index"] for row in rows("out.jsonl")] == list(range(12))
+    ranks.close_groups()
