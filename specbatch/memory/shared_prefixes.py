@@ -21,9 +21,9 @@ MOST_ROWS = 32  # of a request and KV head: with more, to multiply takes about a
 LEAST_SAVED = 100 << 20  # bytes of keys and values of a layer, below which a step shares nothing: one kernel more
 
 
-def most_tokens(group: int) -> int:
-    """Of a request in a step that shares prefixes, where a KV head has `group` query heads; 0: no step shares any."""
-    return MOST_ROWS // max(1, group)
+def may_share(rows: int) -> bool:
+    """Whether a step with `rows` query rows of a request for a KV head may share prefixes."""
+    return rows <= MOST_ROWS
 
 
 class PrefixGroups(NamedTuple):
@@ -61,7 +61,7 @@ class SharedPrefixPlanner:
     def __init__(self, page_size: int, key_bytes: int, group: int = 1) -> None:
         self._page_size = page_size
         self._least = LEAST_SAVED // key_bytes
-        self._most_tokens = most_tokens(group)
+        self._group_size = group
         self._root = _Node([], 0, None)
         self._ends: dict[int, _Node] = {}
         self._planned: list[int] | None = None  # the slots of the last plan, None if requests came or went since
@@ -89,7 +89,7 @@ class SharedPrefixPlanner:
     def plan(self, slots: list[int], tokens: int = 1) -> PrefixGroups | None:
         """The groups of a step over `slots`, in this order, with so many tokens of each; None if sharing does not pay.
         The same object as long as nothing changes."""
-        if tokens > self._most_tokens:
+        if not may_share(tokens * self._group_size):
             return None
         if slots != self._planned:
             self._planned = list(slots)

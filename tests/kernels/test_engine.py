@@ -278,7 +278,7 @@ def test_latents_share_prefixes(
     prompts = [[*common, 5], [*common, 6, 7], [*common[:5], 4]]
     expected = [done.token_ids for done in targets.engine(name, prefix_cache=False).generate(prompts, params)]
     called = request.getfixturevalue("kernels")
-    settings = {"page_size": 4, "max_running": 3, "graphs": Graphs(decode)}
+    settings = {"page_size": 2, "max_running": 3, "graphs": Graphs(decode)}
     engine = targets.engine(name, algorithm, more=None if algorithm == "none" else {"draft_steps": 2}, **settings)
     assert [done.token_ids for done in engine.generate(prompts, params)] == expected
     assert "latent_prefix_attention" in called

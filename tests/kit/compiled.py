@@ -160,7 +160,7 @@ def latent_attention(
     rows: int, *, is_tree: bool = False, is_prompt: bool = False, cache: str = "bf16", dtype: str = "bf16"
 ) -> dict[str, Any]:
     """Of DeepSeek-V2-Lite: 16 heads."""
-    tile = latents.tile_for(rows, 4 if dtype == "fp32" else 2)
+    tile = latents.tile_for(rows, 4 if dtype == "fp32" else 2, torch.device("cpu"), fp8=cache == "fp8e4nv")
     kinds = dict.fromkeys(("q", "out"), f"*{dtype}") | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
     kinds |= dict.fromkeys(("partials", "logs"), "*fp32") | {"scale": "fp32"}
     kinds |= dict.fromkeys(("page_table", "tiles", "bounds", "slots", "lengths", "ancestors"), "*i64")

@@ -7,12 +7,16 @@ import json
 import re
 from typing import Any
 
+import torch
 import triton
 from compiled import compiled, usage_of
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from specbatch.kernels.attention.latent import latent_attention_triton as latents
+from specbatch.kernels.attention.latent import latent_prefix_triton as latent_prefixes
+from specbatch.kernels.attention.latent.latent_attention_configs import MOST_QUERIES, tile_for
 from specbatch.kernels.attention.verify import prefix_attention_gluon as hopper
 from specbatch.kernels.attention.verify import prefix_attention_triton as prefixes
 from specbatch.kernels.attention.verify import verify_attention_triton as verifies
@@ -64,13 +68,34 @@ def own(cache: str = "bf16") -> dict[str, Any]:
     return compiled(verifies.verify_attention_kernel, kinds, fixed, num_warps=4, num_stages=3, maxnreg=128)
 
 
+def of_latents(kernel: Any, rows: int, cache: str = "bf16", dtype: str = "bf16", **more: str) -> dict[str, Any]:
+    """Of DeepSeek-V2-Lite: what is shared, and what each sequence has of its own."""
+    tile = tile_for(rows, 4 if dtype == "fp32" else 2, torch.device("cpu"), fp8=cache == "fp8e4nv")
+    kinds = KINDS | {"q": f"*{dtype}", "out": "*fp32"} | dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
+    kinds |= dict.fromkeys(("partials", "logs"), "*fp32") | {"bounds_stride": "i32"} | more
+    fixed = {"HEADS": 16, "RANK": 512, "ROPE": 64, "BLOCK_R": 512, "BLOCK_P": 64, "PAGE": 16, "BLOCK_M": tile.block_m,
+             "BLOCK_N": tile.block_n, "TOKENS": 1}  # fmt: skip
+    kinds = {name: kinds[name] for name in kernel.arg_names if name in kinds}
+    fixed = {name: value for name, value in fixed.items() if name in kernel.arg_names}
+    return compiled(kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def shared_latents(*kinds: str) -> dict[str, Any]:
+    return of_latents(latent_prefixes.latent_prefix_kernel, MOST_QUERIES, *kinds)
+
+
+def own_latents(**more: str) -> dict[str, Any]:
+    return of_latents(latents.latent_attention_kernel, 16, **more)
+
+
 def divide() -> dict[str, Any]:
     fixed = {"GROUP": 4, "GROUPS": 64, "BLOCK_M": 128, "BLOCK_N": 64, "LEAST": LEAST_KEYS, "ITEMS": 32}
     return compiled(prefixes.divide_kernel, KINDS, fixed)
 
 
-def merge(**more: str) -> dict[str, Any]:
-    fixed = {"KV": 8, "GROUP": 4, "DIM": 128, "HALF": 64, "ROWS": 16, "PARTS": 4, "PDL": True}
+def merge(sizes: tuple[int, int, int, int] = (8, 4, 128, 16), **more: str) -> dict[str, Any]:
+    kv, group, dim, rows = sizes
+    fixed = {"KV": kv, "GROUP": group, "DIM": dim, "HALF": dim // 2, "ROWS": rows, "PARTS": 4, "PDL": True}
     return compiled(prefixes.merge_prefixes_kernel, KINDS | {"out": "*bf16"} | more, fixed, num_warps=4)
 
 
@@ -88,5 +113,11 @@ if __name__ == "__main__":
         "divide": divide,
         "merge": lambda: merge(),
         "merge packed rows": lambda: merge(**PACKED),
+        "attention to latents": lambda: shared_latents(),
+        "attention to latents, FP8 cache": lambda: shared_latents("fp8e4nv"),
+        "FP32 attention to latents": lambda: shared_latents("fp32", "fp32"),
+        "own latents": lambda: own_latents(),
+        "own latents of a tree": lambda: own_latents(ancestors="*i64"),
+        "merge latents": lambda: merge((1, 16, 512, 4)),
     }.items():
         print(json.dumps({"name": name, **variant()}), flush=True)

@@ -16,6 +16,7 @@ import triton.language as tl
 from specbatch.kernels.attention.latent.attend_latents_triton import attend_latents
 from specbatch.kernels.attention.latent.latent_attention_configs import (
     LEAST_SPLIT,
+    MOST_QUERIES,
     LatentTile,
     prefix_launch,
     tile_for,
@@ -154,7 +155,7 @@ def latent_verify(
     q = write_latent(inputs, slots)
     rows, batch = count * inputs.heads.count, len(queries.lengths)
     fp8 = inputs.k_cache.element_size() == 1
-    tile = tile or tile_for(rows, q.element_size(), fp8=fp8)
+    tile = tile or tile_for(rows, q.element_size(), q.device, fp8=fp8)
     tiles = cdiv(rows, tile.block_m)
     splits = splits or splits_for(batch * tiles, tile.block_m, cdiv(capacity, LEAST_SPLIT), q.device)
     grid = tiles, splits, batch
@@ -180,7 +181,7 @@ def latent_prefill(
 ) -> torch.Tensor:
     """`latent_prefill_ref`."""
     q, count = write_latent(inputs, slots), inputs.heads.count
-    tile = tile or tile_for(64, q.element_size(), fp8=inputs.k_cache.element_size() == 1)
+    tile = tile or tile_for(MOST_QUERIES, q.element_size(), q.device, fp8=inputs.k_cache.element_size() == 1)
     tokens = max(1, tile.block_m // count)
     tiles = spans.tiles(tokens)
     grid = cdiv(tokens * count, tile.block_m), 1, len(tiles)

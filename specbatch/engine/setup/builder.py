@@ -25,10 +25,10 @@ from specbatch.engine.schedule.draft_length import PROBED, DraftLength, announce
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.setup.cache_scales import stored_cache
 from specbatch.engine.setup.memory_plan import (
+    fewest_rows,
     kv_dtype_of,
     less_for_graphs,
     memory_plan,
-    query_group,
     shares_prefixes,
     within_memory,
 )
@@ -42,7 +42,7 @@ from specbatch.memory.kv_cache import KVCache, bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
-from specbatch.memory.shared_prefixes import SharedPrefixPlanner, most_tokens
+from specbatch.memory.shared_prefixes import MOST_ROWS, SharedPrefixPlanner
 from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -123,10 +123,10 @@ def _build(
         log("shared prefixes: steps read them once for all requests that share one, where that is faster")
     elif config.prefix_cache and config.deterministic:
         log("shared prefixes: steps read them for each request, as deterministic=True fixes the order of sums")
-    elif config.prefix_cache and not most_tokens(group := query_group(prepared.model)):
+    elif config.prefix_cache and prepared.device.type == "cuda" and (rows := fewest_rows(prepared)) > MOST_ROWS:
         log(
-            f"shared prefixes: steps read them for each request, as {group} query heads of a KV head take longer to "
-            "multiply than to read"
+            f"shared prefixes: steps read them for each request, whose {rows} query rows for a KV head take about as "
+            f"long to multiply as to read; steps with up to {MOST_ROWS} share"
         )
     asked = config.speculation
     if counts_root(asked.draft_steps, asked.draft_topk, asked.draft_tokens):

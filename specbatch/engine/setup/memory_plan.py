@@ -22,7 +22,7 @@ from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory
 from specbatch.memory.recurrent_state import state_bytes, state_types
-from specbatch.memory.shared_prefixes import MOST_GROUPS, most_tokens
+from specbatch.memory.shared_prefixes import MOST_GROUPS, may_share
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import token_bytes
 from specbatch.models.formats.fp8 import FP8Weights
@@ -39,7 +39,7 @@ def memory_plan(
     """How an engine would use the memory that is free now, of each rank what the rank with the least has. Refuses what
     does not fit."""
     config, device, target, model, dtype, _, draft, corpus = prepared
-    kv_dtype, may_share = kv_dtype_of(config, dtype), shares_prefixes(prepared)
+    kv_dtype, shares = kv_dtype_of(config, dtype), shares_prefixes(prepared)
 
     def of_graphs(running: int, chunk: int) -> int:
         most = recorded_tokens(chunk, model.hidden_size, model.ranks)
@@ -49,7 +49,7 @@ def memory_plan(
             chunk=most,
             layers=model.num_layers + draft.layers,
             draft_lengths=config.speculation.draft_lengths,
-            may_share=may_share,
+            may_share=shares,
         )
         if config.graphs.prefill == "piecewise":
             recorded += static_bytes(model, dtype, most, needs_all_hidden=draft.needs_all_hidden, aux=len(draft.aux))
@@ -75,7 +75,7 @@ def memory_plan(
         vocabulary=model.vocab_size,
         rows=draft.kv_slots_per_step(config.speculation.num_drafts),
         token_bytes=_token_bytes(model, draft, dtype),
-        temporary=lambda running: dequantized + (_prefix_bytes(prepared, running) if may_share else 0),
+        temporary=lambda running: dequantized + (_prefix_bytes(prepared, running) if shares else 0),
         corpus_bytes=(lambda running: 0) if corpus is None else corpus.bytes,
         grammars=2 * CELLS,
         graph_bytes=of_graphs,
@@ -92,18 +92,19 @@ class _Place(NamedTuple):
 
 def shares_prefixes(prepared: Prepared) -> bool:
     """Whether decode steps read a prefix that several requests share once. It takes the Triton kernels of verify
-    attention, another order of sums than without sharing, and a target of which a layer sees all keys and whose query
-    heads of a KV head are not too many."""
+    attention, another order of sums than without sharing, a target of which a layer sees all keys, and steps with not
+    too many query rows for a KV head."""
     config, model = prepared.config, prepared.model
     if not config.prefix_cache or config.deterministic or not runs_kernels(_Place(prepared.device.type == "cuda")):
         return False
     sees_all = bool(model.kv_layers) and model.largest_window is None
-    return sees_all and most_tokens(query_group(model)) > 0
+    return sees_all and may_share(fewest_rows(prepared))
 
 
-def query_group(model: ModelConfig) -> int:
-    """Query heads of a KV head."""
-    return model.num_heads // max(1, model.num_kv_heads)
+def fewest_rows(prepared: Prepared) -> int:
+    """Query rows of a request for a KV head, in the steps with the fewest drafts."""
+    model = prepared.model
+    return (min(prepared.config.speculation.draft_lengths) + 1) * model.num_heads // max(1, model.num_kv_heads)
 
 
 def _prefix_bytes(prepared: Prepared, running: int) -> int:
