@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.drafters.base import DraftPlan
 from specbatch.engine.setup.prepare import Prepared
 from specbatch.errors import SpecbatchError
+from specbatch.kernels.attention.latent.latent_attention_configs import latent_prefix_bytes
 from specbatch.kernels.attention.verify.prefix_attention_configs import prefix_bytes
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.dispatch import runs_kernels
@@ -19,12 +22,13 @@ from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory
 from specbatch.memory.recurrent_state import state_bytes, state_types
-from specbatch.memory.shared_prefixes import MOST_GROUPS
+from specbatch.memory.shared_prefixes import MOST_GROUPS, most_tokens
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import token_bytes
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.partition import rows_per_rank
 from specbatch.runtime.cuda_graphs import graph_bytes, recorded_tokens
+from specbatch.runtime.device import is_out_of_memory
 from specbatch.runtime.loader import dequantized_bytes, kept_groups, saved_by_fp8, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 
@@ -87,17 +91,28 @@ class _Place(NamedTuple):
 
 
 def shares_prefixes(prepared: Prepared) -> bool:
-    """Whether decode steps read a prefix that several requests share once. It takes the Triton kernel of verify
-    attention, another order of sums than without sharing, and a target of which a layer sees all keys."""
+    """Whether decode steps read a prefix that several requests share once. It takes the Triton kernels of verify
+    attention, another order of sums than without sharing, and a target of which a layer sees all keys and whose query
+    heads of a KV head are not too many."""
     config, model = prepared.config, prepared.model
     if not config.prefix_cache or config.deterministic or not runs_kernels(_Place(prepared.device.type == "cuda")):
         return False
-    return bool(model.kv_layers) and not model.has_latents and model.largest_window is None
+    sees_all = bool(model.kv_layers) and model.largest_window is None
+    return sees_all and most_tokens(query_group(model)) > 0
+
+
+def query_group(model: ModelConfig) -> int:
+    """Query heads of a KV head."""
+    return model.num_heads // max(1, model.num_kv_heads)
 
 
 def _prefix_bytes(prepared: Prepared, running: int) -> int:
     config, model = prepared.config, prepared.model
-    rows, heads = config.speculation.num_drafts + 1, (model.num_heads, model.num_kv_heads, model.head_dim)
+    rows = config.speculation.num_drafts + 1
+    if model.has_latents:
+        rank = model.cache_dims[1]
+        return latent_prefix_bytes(running, rows, MOST_GROUPS, model.num_heads, rank, prepared.device)
+    heads = model.num_heads, model.num_kv_heads, model.head_dim
     return prefix_bytes(running, rows, MOST_GROUPS, *heads, prepared.device)
 
 
@@ -163,3 +178,23 @@ def _state_bytes(prepared: Prepared, rows: int) -> int:
 
 def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+
+
+@contextmanager
+def within_memory(plan: MemoryPlan, ranks: Communicator | None, doing: str, works: str = "") -> Iterator[None]:
+    """Say what to change if memory runs out within this context; see `MemoryPlan.out_of_memory`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise plan.out_of_memory(doing if ranks is None else f"{doing} on rank {ranks.rank}", works) from error
+
+
+def less_for_graphs(plan: MemoryPlan, config: EngineConfig) -> str:
+    """What to change where there is no memory for graphs."""
+    off = [f"graphs.{name}=off" for name, value in asdict(config.graphs).items() if value != "off"]
+    return (
+        f"use a lower memory_fraction ({plan.memory_fraction:g} now), max_running ({plan.max_running}) or "
+        f"prefill_chunk ({plan.prefill_chunk}), or {' and '.join(off)}"
+    )
