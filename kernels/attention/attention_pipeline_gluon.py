@@ -54,18 +54,6 @@ def allocate_buffers(dtype: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr,
 
 
 @gluon.jit
-def allocate_barriers(COUNTS: gl.constexpr, STAGES: gl.constexpr):
-    """Barriers of STAGES stages, each completed by so many arrivals."""
-    barriers = ()
-    for _ in gl.static_range(len(COUNTS)):
-        barriers += (gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),)  # type: ignore[assignment]
-    for stage in gl.static_range(STAGES):
-        for j in gl.static_range(len(COUNTS)):
-            mbarrier.init(barriers[j].index(stage), count=COUNTS[j])
-    return barriers
-
-
-@gluon.jit
 def _lines(at, offset, pages, end, KEYS: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr):
     """Where the keys at, at + COPY, .. of a block are."""
     lines = ()
@@ -130,30 +118,6 @@ def online_softmax(scores, peak, total, scale, MASK: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_block(ready, number, STAGES: gl.constexpr, exists=True):
-    """Wait for the keys, or the values, of a block, if it exists."""
-    mbarrier.wait(ready.index(number % STAGES), (number // STAGES) & 1, pred=exists)
-
-
-@gluon.jit
-def first_scores(q_buf, k_bufs, barriers, done):
-    """Scores of the first block."""
-    k_ready, k_free, _v_ready, v_free = barriers
-    STAGES: gl.constexpr = k_bufs.type.shape[0]
-    KEYS: gl.constexpr = k_bufs.type.shape[1]
-    stage, phase = done % STAGES, (done // STAGES) & 1
-    nothing = gl.zeros([64, KEYS], gl.float32, accumulator_layout(KEYS))
-    mbarrier.wait(k_ready.index(stage), phase)
-    scores = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=[scores])
-    if k_free is None:
-        mbarrier.arrive(v_free.index(stage))
-    else:
-        mbarrier.arrive(k_free.index(stage))
-    return scores
-
-
-@gluon.jit
 def attend(
     begin, end, done, blocks, low, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column, scale,
     MASK: gl.constexpr, WINDOW: gl.constexpr,
@@ -168,7 +132,7 @@ def attend(
         number = done + i
         stage, before = number % STAGES, (number - 1) % STAGES
         scores = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        wait_for_block(v_ready, number - 1, STAGES)
+        mbarrier.wait(v_ready.index(before), ((number - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_bufs.index(before), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[scores])
         if k_free is not None:
@@ -179,7 +143,8 @@ def attend(
         new_p = gl.convert_layout(weights.to(p.dtype), gl.DotOperandLayout(0, OUT, 2))
         # The keys of the next block are there, as a rule. To wait for them here, which is a branch, keeps the assembler
         # from moving the softmax to after the wait for the product.
-        wait_for_block(k_ready, number + 1, STAGES, exists=i + 1 < blocks)
+        after = number + 1
+        mbarrier.wait(k_ready.index(after % STAGES), (after // STAGES) & 1, pred=i + 1 < blocks)
         acc, p, new_p = warpgroup_mma_wait(0, deps=[acc, p, new_p])
         if k_free is None:
             mbarrier.arrive(v_free.index(stage))
@@ -188,17 +153,3 @@ def attend(
         acc *= gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
         p = new_p
     return p, acc, peak, total
-
-
-@gluon.jit
-def last_values(p, acc, v_bufs, barriers, done):
-    """acc after the values of the last of `done` blocks."""
-    _k_ready, k_free, v_ready, v_free = barriers
-    STAGES: gl.constexpr = v_bufs.type.shape[0]
-    last = (done - 1) % STAGES
-    wait_for_block(v_ready, done - 1, STAGES)
-    acc = warpgroup_mma(p, v_bufs.index(last), acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    if k_free is not None:
-        mbarrier.arrive(v_free.index(last))
-    return acc

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -43,7 +44,10 @@ def tile_for(rows: int, item: int, device: torch.device, *, fp8: bool = False) -
 @cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have; on a CPU as on Hopper."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else HOPPER
+    if device.type != "cuda":
+        return HOPPER
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def prefix_launch(

@@ -11,21 +11,22 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from specbatch.kernels.attention.attention_pipeline_gluon import (
     accumulator_layout,
-    allocate_barriers,
     allocate_buffers,
     attend,
     causal,
-    first_scores,
-    last_values,
     load_blocks,
     memory_layout,
     online_softmax,
     tensor_descriptors,
-    wait_for_block,
 )
 from specbatch.kernels.attention.hopper import ROWS, TILINGS, Tiling
 from specbatch.kernels.attention.prefill.prefill_attention_triton import SPLIT_KEYS, merged, outputs
@@ -128,12 +129,13 @@ def _consume(
     SCORES: gl.constexpr = accumulator_layout(KEYS)
     OUT: gl.constexpr = accumulator_layout(DIM)
     MEMORY: gl.constexpr = memory_layout(DIM)
-    k_ready, _k_free, v_ready, _v_free = barriers
+    k_ready, k_free, v_ready, v_free = barriers
     q_buf = q_bufs.index(GROUP_NUMBER)
     row = GROUP_NUMBER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, MEMORY))
     feature = gl.arange(0, DIM, layout=gl.SliceLayout(0, MEMORY))
     score_row = GROUP_NUMBER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
     done = 0
     for turn in range(turns):
         head, part, _span, first, start, stop, offset, low, _high, blocks = _tile(
@@ -161,18 +163,22 @@ def _consume(
             total = gl.where(begins, 1.0, total)
         acc = gl.zeros([HALF, DIM], gl.float32, OUT)
         if blocks > 0:
-            scores = first_scores(q_buf, k_bufs, barriers, done)
+            stage, phase = done % STAGES, (done // STAGES) & 1
+            mbarrier.wait(k_ready.index(stage), phase)
+            scores = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_free.index(stage))
             at = low + (blocks - 1) * KEYS
             scores = causal(scores, at + column, position, WINDOW)
             weights, peak, total, _shrink = online_softmax(scores, peak, total, scale, True)
             p = gl.convert_layout(weights.to(q.dtype.element_ty), gl.DotOperandLayout(0, OUT, 2))
             if at + KEYS > stop:  # values of another sequence follow: a weight of 0 is not enough if they are NaN
-                wait_for_block(v_ready, done, STAGES)
+                mbarrier.wait(v_ready.index(stage), phase)
                 line = at + gl.arange(0, KEYS, layout=gl.SliceLayout(1, MEMORY))
-                v_buf = v_bufs.index(done % STAGES)
+                v_buf = v_bufs.index(stage)
                 v_buf.store(gl.where((line < stop)[:, None], v_buf.load(MEMORY), 0.0))
                 fence_async_shared()
-            wait_for_block(k_ready, done + 1, STAGES, exists=blocks > 1)
+            mbarrier.wait(k_ready.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=blocks > 1)
             p, acc, peak, total = attend(
                 1, right, done, blocks, low, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column,
                 scale, True, WINDOW,
@@ -187,7 +193,11 @@ def _consume(
                     column, scale, True, WINDOW,
                 )  # fmt: skip
             done += blocks
-            acc = last_values(p, acc, v_bufs, barriers, done)
+            last = (done - 1) % STAGES
+            mbarrier.wait(v_ready.index(last), ((done - 1) // STAGES) & 1)
+            acc = warpgroup_mma(p, v_bufs.index(last), acc, is_async=True)
+            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+            mbarrier.arrive(v_free.index(last))
         acc *= gl.convert_layout(1.0 / gl.where(total > 0, total, 1.0), gl.SliceLayout(1, OUT))[:, None]
         if SPLIT:
             out_row = GROUP_NUMBER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, OUT))
@@ -211,8 +221,16 @@ def prefill_attention_kernel(
     WINDOW: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q_bufs, k_bufs, v_bufs = allocate_buffers(keys.dtype, DIM, KEYS, STAGES)
-    barriers = allocate_barriers((1, 2, 1, 2), STAGES)
-    k_ready, k_free, v_ready, v_free = barriers
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(k_free.index(i), count=2)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(v_free.index(i), count=2)
+    barriers = (k_ready, k_free, v_ready, v_free)
     programs, work = gl.num_programs(0), num_tiles * KV * splits
     turns = work // programs
     place = gl.program_id(0)

@@ -8,20 +8,21 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from specbatch.kernels.attention.attention_pipeline_gluon import (
     accumulator_layout,
-    allocate_barriers,
     allocate_buffers,
     attend,
-    first_scores,
-    last_values,
     load_blocks,
     memory_layout,
     online_softmax,
     tensor_descriptors,
-    wait_for_block,
 )
 from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries
 from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixWork
@@ -98,7 +99,7 @@ def _consume(
     WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Half of the rows of all items."""
-    k_ready, _k_free, _v_ready, _v_free = barriers
+    k_ready, _k_free, v_ready, free = barriers
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
     DIM: gl.constexpr = k_bufs.type.shape[2]
@@ -107,6 +108,7 @@ def _consume(
     dtype: gl.constexpr = qkv.dtype.element_ty
     q_buf = q_bufs.index(GROUP_NUMBER)
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+    nothing = gl.zeros([64, KEYS], gl.float32, SCORES)
     head, done = gl.program_id(0), 0
     for item in range(gl.program_id(1), items_end, gl.num_programs(1)):
         first, count, tile, low, high = _item(items, item)
@@ -119,7 +121,11 @@ def _consume(
         q_buf.slice(DIM // 2, DIM // 2, 1).store(two)
         fence_async_shared()
 
-        scores = first_scores(q_buf, k_bufs, barriers, done)
+        stage, phase = done % STAGES, (done // STAGES) & 1
+        mbarrier.wait(k_ready.index(stage), phase)
+        scores = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(free.index(stage))
         there = low + (blocks - 1) * KEYS + column < high
         scores = gl.where(there[None, :], scores, float("-inf"))
         peak = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
@@ -127,13 +133,16 @@ def _consume(
         acc = gl.zeros([64, DIM], gl.float32, OUT)
         weights, peak, total, _shrink = online_softmax(scores, peak, total, scale, False)
         p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2))
-        wait_for_block(k_ready, done + 1, STAGES, exists=blocks > 1)
+        mbarrier.wait(k_ready.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=blocks > 1)
         p, acc, peak, total = attend(
             1, blocks, done, blocks, low, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, None, None, scale,
             False, 0,
         )  # fmt: skip
         done += blocks
-        acc = last_values(p, acc, v_bufs, barriers, done)
+        last = (done - 1) % STAGES
+        mbarrier.wait(v_ready.index(last), ((done - 1) // STAGES) & 1)
+        acc = warpgroup_mma(p, v_bufs.index(last), acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
 
         acc *= gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))[:, None]
         line = item * 128 + GROUP_NUMBER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
@@ -152,7 +161,13 @@ def prefix_attention_kernel(
 ):  # fmt: skip
     WIDTH: gl.constexpr = KV * (GROUP if SHARED else GROUP + 2) * DIM  # of a row of qkv
     q_bufs, k_bufs, v_bufs = allocate_buffers(keys.dtype, DIM, KEYS, STAGES)
-    k_ready, v_ready, free = allocate_barriers((1, 1, 2), STAGES)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(i), count=1)
+        mbarrier.init(v_ready.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
     barriers = (k_ready, None, v_ready, free)
     if PDL:  # as `wait_for_previous_kernel`
         gl.inline_asm_elementwise(
