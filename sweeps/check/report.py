@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from specbatch.config.engine_config import Graphs, Speculation
+from specbatch.config.engine_config import Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table

@@ -13,7 +13,8 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.request import Completion
 from specbatch.engine.interface import InferenceEngine
 from specbatch.errors import counted, refuse

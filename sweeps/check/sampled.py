@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic

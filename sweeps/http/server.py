@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.settings import setting
+from specbatch.config.speculation import Speculation
 from specbatch.errors import refuse
 
 SENDS = ("ids", "text", "chat")

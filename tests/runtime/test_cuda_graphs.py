@@ -20,7 +20,8 @@ from targets import Targets
 from watched_calls import Watch
 
 from specbatch import EmbeddedPrompt, SpecbatchError
-from specbatch.config.engine_config import Graphs, Speculation
+from specbatch.config.engine_config import Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.core.request import SamplingParams
 from specbatch.engine.device.device_worker import DeviceWorker
