@@ -95,8 +95,7 @@ class HttpEngine:
         """As `Engine.generate`; the completions hold text and no token ids. Refuses parameters that are not sent."""
         for own in {id(own): own for own in params}.values():
             _refuse_unsent(own)
-        if self.server.send == "text" and self._texts is None:
-            self._texts = PromptText(self.tokenizer, lambda body: self._get_text("/tokenize", body))
+        self._prepare_texts()
         cpu = time.thread_time()
         try:
             return asyncio.run(self._work(prompts, params, concurrency, arrivals, on_completion))
@@ -111,6 +110,12 @@ class HttpEngine:
             works = "needs prompts that are messages: use a data set of messages, or --chat-template"
             raise refuse("send", "chat", works)
         self._messages |= {tuple(ids): found for ids, found in zip(prompts, messages, strict=True) if found}
+
+    def question(self, prompt: list[int]) -> tuple[dict[str, Any], str]:
+        """The fields of a request that name the model and hold a prompt, and its path, for requests of a caller."""
+        self._prepare_texts()
+        asked, path = self._question(prompt, self._texts.of(prompt) if self._texts is not None else None)
+        return {"model": self.model, **asked, **self._cache.fields}, path
 
     def forget_prefixes(self) -> None:
         """Keep what follows from using the server's prefix cache of what came before, if it has a way for that."""
@@ -142,6 +147,10 @@ class HttpEngine:
         )
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _prepare_texts(self) -> None:
+        if self.server.send == "text" and self._texts is None:
+            self._texts = PromptText(self.tokenizer, lambda body: self._get_text("/tokenize", body))
 
     def _config(self) -> dict[str, Any]:
         found = self.server.as_dict() | {
