@@ -71,6 +71,7 @@ class HttpEngine:
         kind = found.get("owned_by")
         self._is_sglang = kind == SGLANG
         owner = http_client.one_line(kind, NAME_LENGTH) if isinstance(kind, str) else ""
+        self.owned_by = owner  # "vllm", "sglang", "llamacpp", or what else the server calls itself
         self._cache = ServerCache(owner or None, lambda path: self._ask_text(path, method="POST"))
         if (version := self._version()) is not None:
             self.caps["server_version"] = version
