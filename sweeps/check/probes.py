@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbatch.errors import counted
+from specbatch.sweeps.check.options import PROBES
 from specbatch.sweeps.http.replies import Reply, Token
 
 HONORED, IGNORED, WRONG, REFUSED, UNTESTED = "honored", "ignored", "wrong", "refused", "not tested"
 CHANCE = 1e-4  # of equal sampled answers, up to which a probe is made
-LENGTH = 32  # tokens of the greedy answers that the probes are made from
+LENGTH = 32  # tokens
 HOT, COLD = 2.0, 0.05  # temperatures
 _MOST = 32  # requests of one probe
 _BIAS = 100
@@ -64,30 +65,32 @@ class Probes:
     shows     the fields that make the server show tokens and log-probabilities
     clear     by how much a token must lead the next one, in nats, for rounding not to change it
     encode    the token ids of a text
+    length    tokens of the greedy answers that the probes are made from
+    greedy    those that are known, by prompt
+    doubt     why answers at temperature 0 cannot be relied on, if so
     is_llamacpp   whether the server has the names of llama.cpp
     """
 
     def __init__(
         self, ask: Ask, prompts: list[list[int]], shows: dict[str, Any], clear: float,
-        encode: Callable[[str], list[int]], *, end: int | None = None, is_llamacpp: bool = False,
+        encode: Callable[[str], list[int]], *, length: int = LENGTH, greedy: dict[int, Reply] | None = None, doubt: str = "",
+        end: int | None = None, is_llamacpp: bool = False,
     ) -> None:  # fmt: skip
         self._ask, self._prompts, self._shows, self._clear = ask, prompts, shows, clear
         self._encode, self._end, self._is_llamacpp = encode, end, is_llamacpp
-        self._greedy: dict[int, Reply] = {}
+        self._greedy = {place: reply for place, reply in (greedy or {}).items() if reply.error is None}
+        self._doubt, self._tokens = doubt, length
 
     def run(self, names: Sequence[str], on_probe: Callable[[], None] = lambda: None) -> list[Probe]:
-        """The probes of `names`, in the order of `NAMES`."""
+        """The probes of `names`, in the order of `PROBES`."""
         found: list[Probe] = []
-        is_greedy = True
-        for name in NAMES:
+        doubt = ""
+        for name in PROBES:
             if name not in names and name != "temperature":
                 continue
-            if not is_greedy and name not in _WITHOUT_TEMPERATURE:
-                probe = Probe(name, UNTESTED, "needs a server that honors temperature")
-            else:
-                probe = self._one(name)
+            probe = Probe(name, UNTESTED, doubt) if doubt and name not in _WITHOUT_TEMPERATURE else self._one(name)
             if name == "temperature":
-                is_greedy = probe.result == HONORED or not probe.is_bad
+                doubt = "needs a server that honors temperature" if probe.is_bad else self._doubt
             if name in names:
                 found.append(probe)
                 on_probe()
@@ -110,7 +113,7 @@ class Probes:
         return found
 
     def _reply(self, prompt: int, **fields: Any) -> Reply:
-        return self._replies([(prompt, {"temperature": 0.0, "max_tokens": LENGTH, **self._shows, **fields})])[0]
+        return self._replies([(prompt, {"temperature": 0.0, "max_tokens": self._tokens, **self._shows, **fields})])[0]
 
     def _answers(self) -> Iterator[tuple[int, Reply]]:
         """The prompts with their greedy answers."""
@@ -149,7 +152,10 @@ class Probes:
                 firsts = {_first(reply) for reply in self._replies(_same(place, 12, temperature=0.0, max_tokens=1))}
                 if len(firsts) > 2:
                     return IGNORED, f"12 answers at temperature 0 begin with {len(firsts)} different tokens"
-        hot, cold = self._hot(found), self._cold()
+        hot = self._hot(found)
+        if self._doubt:
+            return hot if hot[0] == IGNORED else (UNTESTED, self._doubt)
+        cold = self._cold()
         if IGNORED in (hot[0], cold[0]):
             return hot if hot[0] == IGNORED else cold
         if hot[0] == UNTESTED or (cold[0] == UNTESTED and below):
@@ -174,7 +180,7 @@ class Probes:
             if number is None:
                 continue
             answers = self._sampled(place, number, count, temperature=COLD)
-            if others := sum(answer.tokens[:count] != reply.tokens[:count] for answer in answers):
+            if others := sum(_differs(answer, reply, count) for answer in answers):
                 return IGNORED, f"{others} of {number} answers at temperature {COLD:g} are not the most likely one"
             return HONORED, ""
         return UNTESTED, "no answer begins with tokens that are certain enough"
@@ -186,7 +192,7 @@ class Probes:
             if number is None:
                 continue
             answers = self._sampled(place, number, count, **fields)
-            others = [answer for answer in answers if answer.tokens[:count] != reply.tokens[:count]]
+            others = [answer for answer in answers if _differs(answer, reply, count)]
             if not others:
                 return HONORED, ""
             if reply.top or len({_first(answer) for answer in others}) > 1:
@@ -213,7 +219,9 @@ class Probes:
                 return IGNORED, "4 seeds give the same answer"
             if same < 2:
                 return IGNORED, f"{4 - same} of 4 seeds give another answer the second time"
-            return (HONORED, "") if same > 2 else (UNTESTED, "2 of 4 seeds give another answer, as rounding may explain")
+            return (
+                (HONORED, "") if same > 2 else (UNTESTED, "2 of 4 seeds give another answer, as rounding may explain")
+            )
         return UNTESTED, "the answers are too certain to differ"
 
     def _presence_penalty(self) -> tuple[str, str]:
@@ -233,7 +241,9 @@ class Probes:
                     continue
                 answer = self._reply(place, max_tokens=end, **{name: value})
                 is_same = answer.tokens[:end] == reply.tokens[:end]
-                return (IGNORED, f"{value:g} does not change an answer that it must change") if is_same else (HONORED, "")
+                return (
+                    (IGNORED, f"{value:g} does not change an answer that it must change") if is_same else (HONORED, "")
+                )
         return self._without_effect
 
     def _repetition_penalty(self) -> tuple[str, str]:
@@ -340,7 +350,8 @@ class Probes:
             for token, value, top in zip(reply.pieces, reply.logprobs, reply.top, strict=False):
                 if value > 1e-3 or sum(map(math.exp, top.values())) > 1.01:
                     return WRONG, "probabilities are above 1"
-                if abs(top.get(token, max(top.values(), default=value)) - value) > self._clear:
+                least = min(top.values(), default=value)
+                if (abs(top[token] - value) if token in top else value - least) > self._clear:
                     return WRONG, "a token has another log-probability among the most likely ones"
         return HONORED, ""
 
@@ -348,15 +359,13 @@ class Probes:
         form = {"type": "json_schema", "json_schema": {"name": "probe", "schema": _SCHEMA, "strict": True}}
         reply = self._reply(0, max_tokens=LENGTH, response_format=form)
         compact = re.sub(r"\s", "", reply.text)
-        if compact in _DOCUMENTS or (reply.finish_reason == "length" and any(d.startswith(compact) for d in _DOCUMENTS)):
+        if compact in _DOCUMENTS or (
+            reply.finish_reason == "length" and any(d.startswith(compact) for d in _DOCUMENTS)
+        ):
             return HONORED, ""
         return IGNORED, "the answer does not follow the JSON schema"
 
 
-NAMES = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "stop", "max_tokens", "usage", "min_tokens", "logit_bias", "logprobs", "response_format",
-)  # fmt: skip
 _WITHOUT_TEMPERATURE = ("max_tokens", "usage", "logprobs", "response_format")
 
 
@@ -417,6 +426,12 @@ def _first_change(reply: Reply, known: set[Token], *, is_raised: bool, least: fl
 
 def _shown(reply: Reply) -> int:
     return min(len(reply.top), len(reply.logprobs), len(reply.pieces))
+
+
+def _differs(answer: Reply, reply: Reply, count: int) -> bool:
+    """Whether it has other tokens among the first `count`; an answer may be shorter than it was asked for."""
+    count = min(count, len(answer.tokens))
+    return answer.tokens[:count] != reply.tokens[:count]
 
 
 def _first(reply: Reply) -> Any:

@@ -118,6 +118,10 @@ class HttpEngine:
         asked, path = self._question(prompt, self._texts.of(prompt) if self._texts is not None else None)
         return {"model": self.model, **asked, **self._cache.fields}, path
 
+    def messages_of(self, prompt: list[int]) -> Messages:
+        """What `know_messages` said of a prompt."""
+        return self._messages[tuple(prompt)]
+
     def forget_prefixes(self) -> None:
         """Keep what follows from using the server's prefix cache of what came before, if it has a way for that."""
         self._cache.forget()

@@ -45,6 +45,7 @@ class Reply:
     logprobs: list[float] = field(default_factory=list)
     top: list[dict[Token, float]] = field(default_factory=list)
     finish_reason: str | None = None
+    drafted: int | None = None  # tokens, as llama.cpp counts them
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     error: str | None = None
@@ -67,6 +68,8 @@ class Reply:
         if isinstance(usage := chunk.get("usage"), dict):
             self.prompt_tokens = _count(usage, "prompt_tokens", self.prompt_tokens)
             self.completion_tokens = _count(usage, "completion_tokens", self.completion_tokens)
+        if isinstance(timings := chunk.get("timings"), dict):
+            self.drafted = _count(timings, "draft_n", self.drafted)
         choices = chunk.get("choices")
         if not choices:
             return

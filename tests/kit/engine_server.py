@@ -27,7 +27,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes
 
-LETTERS = sorted(chr(code) for code in range(33, 127)) + ["Ġ", "Ċ"]
+LETTERS = [*(chr(code) for code in range(33, 127)), "Ġ", "Ċ"]
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": len(LETTERS) + len(SPECIAL),
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -151,6 +151,9 @@ class EngineServer:
             tokens = [*tokens[:place], tokens[place - 1], *tokens[place:-1]]
             text = self.engine.tokenizer.decode(tokens)
             done.token_ids[:] = tokens
+            for shown in (done.logprobs, done.top_logprobs):
+                if shown:
+                    shown[:] = [*shown[:place], shown[place - 1], *shown[place:-1]]
         shown = self.engine.tokenizer
         parts = [shown.decode([token]) for token in tokens]
         left, found = text, []
@@ -159,8 +162,7 @@ class EngineServer:
             left = left[len(part) :]
         if body.get("stop") and done.finish_reason == "stop":
             if "keeps a token of a stop" in self.faults:
-                cut = len(text)
-                found = [part if index < cut + 1 else "" for index, part in enumerate(parts)]
+                found[-1] += body["stop"][0][:1]
             elif "loses a token before a stop" in self.faults:
                 found[len(text) - 1] = ""
         return found, done
