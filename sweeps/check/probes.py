@@ -73,8 +73,8 @@ class Probes:
 
     def __init__(
         self, ask: Ask, prompts: list[list[int]], shows: dict[str, Any], clear: float,
-        encode: Callable[[str], list[int]], *, length: int = LENGTH, greedy: dict[int, Reply] | None = None, doubt: str = "",
-        end: int | None = None, is_llamacpp: bool = False,
+        encode: Callable[[str], list[int]], *, length: int = LENGTH,
+        greedy: dict[int, Reply] | None = None, doubt: str = "", end: int | None = None, is_llamacpp: bool = False,
     ) -> None:  # fmt: skip
         self._ask, self._prompts, self._shows, self._clear = ask, prompts, shows, clear
         self._encode, self._end, self._is_llamacpp = encode, end, is_llamacpp

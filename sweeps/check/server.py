@@ -97,6 +97,8 @@ def run_server(
     shown = shown_by(engine, prompts[0])
     greedy = {"temperature": 0.0, "max_tokens": options.max_new_tokens, **shown.fields}
     greedy |= {"ignore_eos": True} if options.random else {}
+    if own is not None and not shown.ids:  # the text has to tell all tokens
+        greedy["skip_special_tokens"] = False
     every = [(place, greedy) for place in range(len(prompts))]
     is_llamacpp = engine.owned_by.startswith(_LLAMACPP)
     switches = baseline is None and own is None and is_llamacpp
@@ -122,10 +124,9 @@ def run_server(
         engine.forget_prefixes()
         together = requests.replies(engine, TOGETHER, every, options.concurrency)
         answers = {AGAIN: again, TOGETHER: together}
-        if wanted is None and own is None:
-            wanted = alone
-        else:
-            answers = {ALONE: alone} | answers
+        if own is not None:
+            wanted = [_as_reply(item) for item in plain]
+        answers = answers if wanted is None else {ALONE: alone} | answers
         conditions = [_condition(name, wanted or alone, found) for name, found in answers.items()]
         noises = [value for one in conditions for value in one.noises]
         bound = bound_of(noises)
@@ -140,7 +141,7 @@ def run_server(
                 if reply.error is None
             }
             referee = _judged(plan, plain, sides, names, options, record, log, progress)
-            conditions = [replace(one, divergences=[]) for one in conditions]
+            conditions = [one.only_shapes() for one in conditions]  # the referee judges the others
         doubts = [one for one in conditions if one.is_faulty] or [one for one in referee.values() if one.faults]
         probes = Probes(
             lambda sent: requests.replies(engine, "probe", sent, options.concurrency if len(sent) > 1 else 1),
@@ -232,13 +233,29 @@ def _own_answers(
 
 def _answer(reply: Reply, own: Completion, tokenizer: Tokenizer) -> Answer:
     """The tokens of a server; of one that shows no ids, those of its text. own: what this engine answered, which tells
-    the end token that a server may not show."""
-    tokens = reply.ids or tokenizer.encode(reply.text, add_special_tokens=False)
+    the tokens of an equal text, and the end token that a server may not show."""
+    tokens = reply.ids or _tokens_of(reply.text, own, tokenizer)
     logprobs = reply.logprobs if reply.ids and len(reply.logprobs) == len(tokens) else None
     if reply.finish_reason == "stop" and tokenizer.eos_id is not None and tokens[-1:] != [tokenizer.eos_id]:
         is_equal = own.finish_reason == "stop" and tokens == own.token_ids[:-1]
         tokens, logprobs = [*tokens, own.token_ids[-1] if is_equal else tokenizer.eos_id], None
     return Answer(tokens, logprobs)
+
+
+def _tokens_of(text: str, own: Completion, tokenizer: Tokenizer) -> list[int]:
+    """Of a text: as far as it is that of this engine, the tokens of this engine, then those of the tokenizer."""
+    ids = list(own.token_ids)
+    while not text.startswith(shared := tokenizer.decode(ids, skip_special_tokens=False)):
+        ids.pop()
+    ends = ids[-1:] == [tokenizer.eos_id]
+    return [*(ids[:-1] if ends else ids), *tokenizer.encode(text[len(shared) :], add_special_tokens=False)]
+
+
+def _as_reply(own: Completion) -> Reply:
+    """An answer of this engine as that of a server."""
+    ids = list(own.token_ids)
+    logprobs = own.logprobs or []
+    return Reply(own.text, ids, list(ids), logprobs, finish_reason=own.finish_reason, error=own.error)
 
 
 def _judged(

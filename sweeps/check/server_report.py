@@ -52,6 +52,10 @@ class Condition:
     def judged(self, bound: float) -> Condition:
         return replace(self, divergences=[one.judged(bound) for one in self.divergences])
 
+    def only_shapes(self) -> Condition:
+        """With the divergences only that are faults by their shape."""
+        return replace(self, divergences=[one for one in self.divergences if one.shape])
+
     @property
     def is_faulty(self) -> bool:
         return any(one.verdict == FAULT for one in self.divergences)
@@ -189,7 +193,7 @@ class ServerReport:
                 "log-probabilities that tell rounding from a fault; --weights names a model that judges them."
             )
         compared = sum(one.compared for one in self.conditions)
-        count = sum(len(one.divergences) for one in self.conditions)
+        count = sum(len(one.divergences) for one in self.conditions)  # with a referee none, or there are faults
         count += sum(item.diverges for report in self.referee.values() for item in report.findings)
         text = f"PASSED: {compared - count} of {compared} answers are equal"
         text += f"; rounding explains the {counted(count, 'divergence')}" if count else ""

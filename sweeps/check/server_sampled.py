@@ -27,7 +27,7 @@ from specbatch.sweeps.check.chi_square import ChiSquare, of_counts, total
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions
 from specbatch.sweeps.check.referee import Referee, plan_referee
 from specbatch.sweeps.check.run import Log, Progress
-from specbatch.sweeps.check.sampled import LEAST_SAMPLES, SAMPLING, Exact, Tested, Text, table_of, test_of, text_of
+from specbatch.sweeps.check.sampled import LEAST_SAMPLES, SAMPLING, Exact, Tested, table_of, test_of, text_of
 from specbatch.sweeps.check.server import ANSWERS, Requests, Shown, prompts_of, shown_by
 from specbatch.sweeps.check.verdict import ALPHA
 from specbatch.sweeps.http.engine import HttpEngine
@@ -37,8 +37,8 @@ from specbatch.sweeps.report.heading import heading, run_on
 from specbatch.sweeps.workload.workloads import sha256_of
 
 TOKENS = 4  # per request
-# Without weights: distributions that the most likely tokens determine.
-_KNOWN = ({"temperature": 1.0}, {"temperature": 1.0, "top_k": 4})
+# Without weights: distributions that the most likely tokens at temperature 1 determine.
+_KNOWN = ({"temperature": 1.0}, {"temperature": 1.5, "top_k": 4})
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def run_server_sampled(
         ]
         against = f"the exact distribution of {plan.config.model}; assumed: these are the server's weights"
     else:
-        tested = [_by_server(sampling, of_set) for sampling, of_set in zip(sets, good, strict=True)]
+        known = _most_likely(good[0])
+        tested = [_by_server(sampling, of_set, known) for sampling, of_set in zip(sets, good, strict=True)]
         against = (
             "the server's own log-probabilities of its most likely tokens; assumed: they are those of its model before "
             "temperature and filters. --weights tests against the model"
@@ -180,33 +181,50 @@ def _refuse_hidden(engine: HttpEngine, shown: Shown, *, with_weights: bool) -> N
         )
 
 
-def _by_server(sampling: dict[str, float], answers: Sequence[list[Reply]]) -> Tested:
+_Known = dict[tuple[int, tuple[Token, ...]], dict[Token, float]]  # by prompt and text
+
+
+def _most_likely(answers: Sequence[list[Reply]]) -> _Known:
+    """The log-probabilities of the most likely tokens after each text. Only those at temperature 1 are asked, because
+    some servers scale them by the temperature."""
+    found: _Known = {}
+    for prompt, replies in enumerate(answers):
+        for reply in replies:
+            for depth, top in enumerate(reply.top):
+                if top:
+                    found.setdefault((prompt, tuple(reply.pieces[:depth])), top)
+    return found
+
+
+def _by_server(sampling: dict[str, float], answers: Sequence[list[Reply]], known: _Known) -> Tested:
     """The tests of one set against the server's most likely tokens after each text."""
     found: tuple[list[ChiSquare], list[ChiSquare]] = [], []
     samples = [0, 0]
-    most = int(sampling.get("top_k", 0))
-    for replies in answers:
+    for prompt, replies in enumerate(answers):
         for depth in range(TOKENS):
-            after: dict[Text, list[Reply]] = defaultdict(list)
+            after: dict[tuple[Token, ...], list[Token]] = defaultdict(list)
             for reply in replies:
-                if len(reply.top) > depth and len(reply.pieces) > depth and reply.top[depth]:
-                    after[tuple(map(str, reply.pieces[:depth]))].append(reply)
-            for alike in after.values():
-                if len(alike) < LEAST_SAMPLES:
+                if len(reply.pieces) > depth:
+                    after[tuple(reply.pieces[:depth])].append(reply.pieces[depth])
+            for text, tokens in after.items():
+                top = known.get((prompt, text))
+                if len(tokens) < LEAST_SAMPLES or top is None:
                     continue
-                test = of_counts(*_cells([reply.pieces[depth] for reply in alike], alike[0].top[depth], most))
+                test = of_counts(*_cells(tokens, top, sampling))
                 if test.freedom:
                     found[depth > 0].append(test)
-                    samples[depth > 0] += len(alike)
+                    samples[depth > 0] += len(tokens)
     return Tested(sampling, total(found[0]), total(found[1]), (samples[0], samples[1]))
 
 
-def _cells(tokens: Sequence[Token], top: dict[Token, float], most: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _cells(
+    tokens: Sequence[Token], top: dict[Token, float], sampling: dict[str, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Counts and probabilities of the most likely tokens, and of all others together."""
+    most = int(sampling.get("top_k", 0))
     best = sorted(top, key=lambda token: -top[token])[: most or len(top)]
     counts = Counter(tokens)
     seen = [counts.pop(token, 0) for token in best]
-    chances = [math.exp(top[token]) for token in best]
+    chances = [math.exp(top[token] / sampling["temperature"]) for token in best]
     rest = 0.0 if most else max(0.0, 1 - math.fsum(chances))
-    scale = math.fsum(chances) + rest
-    return torch.tensor([*seen, counts.total()]).float(), torch.tensor([*chances, rest]) / scale
+    return torch.tensor([*seen, counts.total()]).float(), torch.tensor([*chances, rest])
