@@ -116,7 +116,7 @@ def _swapped(found: list[Any], prompt: int, others: dict[int, Reply]) -> str:
     if len(found) < 2 * _ALIKE:
         return ""
     same = [place for place, reply in others.items() if place != prompt and reply.tokens == found]
-    return f"it is the answer to prompt {same[0]}" if len(same) == 1 else ""
+    return f"it is the answer to another prompt ({same[0]})" if len(same) == 1 else ""
 
 
 def _equal(wanted: Sequence[Any], found: Sequence[Any]) -> int:

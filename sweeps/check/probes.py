@@ -22,7 +22,7 @@ from specbatch.sweeps.http.replies import Reply, Token
 HONORED, IGNORED, WRONG, REFUSED, UNTESTED = "honored", "ignored", "wrong", "refused", "not tested"
 CHANCE = 1e-4  # of equal sampled answers, up to which a probe is made
 LENGTH = 32  # tokens
-HOT, COLD = 2.0, 0.05  # temperatures
+HOT, COLD = 2.0, 0.02  # temperatures
 _MOST = 32  # requests of one probe
 _BIAS = 100
 _SCHEMA = {
@@ -158,9 +158,9 @@ class Probes:
         cold = self._cold()
         if IGNORED in (hot[0], cold[0]):
             return hot if hot[0] == IGNORED else cold
-        if hot[0] == UNTESTED or (cold[0] == UNTESTED and below):
-            return hot if hot[0] == UNTESTED else cold
-        return HONORED, ""
+        if hot[0] == UNTESTED:
+            return hot
+        return HONORED, "" if cold[0] == HONORED else f"none between 0 and {HOT:g} was tried: {cold[1]}"
 
     def _hot(self, found: list[tuple[int, Reply]]) -> tuple[str, str]:
         for place, reply in found:
@@ -172,10 +172,11 @@ class Probes:
         return UNTESTED, "the answers are too certain to differ"
 
     def _cold(self) -> tuple[str, str]:
-        """A low temperature is not a higher one."""
-        for place, reply, count in self._certain(1.0 + self._clear):
+        """A low temperature is not a higher one: it leaves a token that leads by half a nat, as one that leads by 2
+        `clear` does after all rounding, 1e-11 for each other one."""
+        for place, reply, count in self._certain(2 * self._clear):
             if not reply.top:
-                break
+                return UNTESTED, "needs log-probabilities"
             number = _enough(math.exp(sum(reply.logprobs[:count])))
             if number is None:
                 continue

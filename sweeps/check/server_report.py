@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _SHOWN = 20  # divergences in the table; the file has all
 _MEANINGS = {
     "alone": "each prompt alone, prefix cache emptied",
-    "again": "each prompt alone, asked the second time",
+    "again": "each prompt alone, a second time",
     "together": "all prompts at once",
 }
 
@@ -64,7 +65,7 @@ class Condition:
         """The divergences that rounding does not explain, in words."""
         wrong = [one for one in self.divergences if one.verdict == FAULT]
         first = next((one for one in wrong if one.shape), wrong[0])
-        shapes = Counter(one.shape.partition(" to prompt")[0] for one in wrong if one.shape)
+        shapes = Counter(re.sub(r" \(\d+\)$", "", one.shape) for one in wrong if one.shape)
         why = "; ".join(f"{shape} ({count})" for shape, count in shapes.items())
         return (
             f"{counted(len(wrong), 'answer')} of {self.compared} {'diverges' if len(wrong) == 1 else 'diverge'} beyond "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import queue
+import secrets
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -83,12 +84,14 @@ class EngineServer:
     faults    of `FAULTS`
     shows     whether it sends token ids and log-probabilities
     key       that it asks for
+    most      requests that it answers
     """
 
     engine: Engine
     faults: frozenset[str] = frozenset()
     shows: bool = True
     key: str | None = None
+    most: int | None = None
     requests: int = 0
     seen: set[tuple[int, ...]] = field(default_factory=set)
     held: list[tuple[threading.Event, list[Completion]]] = field(default_factory=list)
@@ -130,6 +133,8 @@ class EngineServer:
         for name, fault in IGNORING.items():
             if fault in self.faults:
                 values.pop(name, None)
+        if values.get("seed") is None:
+            values["seed"] = secrets.randbits(31)
         if "ignores temperature" in self.faults:
             values["temperature"] = 1.0
         if body.get("logprobs") is not None:
@@ -155,7 +160,8 @@ class EngineServer:
                 if shown:
                     shown[:] = [*shown[:place], shown[place - 1], *shown[place:-1]]
         shown = self.engine.tokenizer
-        parts = [shown.decode([token]) for token in tokens]
+        hides = body.get("skip_special_tokens", True)
+        parts = [shown.decode([token], skip_special_tokens=hides) for token in tokens]
         left, found = text, []
         for part in parts:  # what a stop string cuts is not shown
             found.append(left[: len(part)])
@@ -210,6 +216,12 @@ def serving_engine(server: EngineServer) -> Iterator[str]:
             if self.path != "/v1/completions":
                 self.send_text(*NOT_FOUND)
                 return
+            with server.lock:
+                server.requests += 1
+                number = server.requests
+            if server.most is not None and number > server.most:
+                self.send_text(500, '{"error":{"message":"stopped"}}')
+                return
             prompt = body["prompt"]
             if isinstance(prompt, str):
                 prompt = server.engine.tokenizer.encode(prompt)
@@ -218,8 +230,6 @@ def serving_engine(server: EngineServer) -> Iterator[str]:
             except (SpecbatchError, TypeError, LookupError) as error:
                 self.send_text(400, json.dumps({"error": {"message": str(error)}}))
                 return
-            with server.lock:
-                number = server.requests = server.requests + 1
             self._stream(body, prompt, parts, done, cut="cuts streams" in server.faults and number % 5 == 0)
 
         def _stream(self, body: Any, prompt: list[int], parts: list[str], done: Completion, *, cut: bool) -> None:
