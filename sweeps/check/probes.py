@@ -17,12 +17,13 @@ from typing import Any
 
 from specbatch.errors import counted
 from specbatch.sweeps.check.options import PROBES
+from specbatch.sweeps.check.places import HOT, behind, clear_tokens, first_change, hot_chances, new_token, stop_place
 from specbatch.sweeps.http.replies import Reply, Token
 
 HONORED, IGNORED, WRONG, REFUSED, UNTESTED = "honored", "ignored", "wrong", "refused", "not tested"
 CHANCE = 1e-4  # of equal sampled answers, up to which a probe is made
 LENGTH = 32  # tokens
-HOT, COLD = 2.0, 0.02  # temperatures
+COLD = 0.02  # a temperature
 _MOST = 32  # requests of one probe
 _BIAS = 100
 _SCHEMA = {
@@ -86,7 +87,8 @@ class Probes:
         found: list[Probe] = []
         doubt = ""
         for name in PROBES:
-            if name not in names and name != "temperature":
+            is_needed = name == "temperature" and not {*names} <= {*_WITHOUT_TEMPERATURE}
+            if name not in names and not is_needed:
                 continue
             probe = Probe(name, UNTESTED, doubt) if doubt and name not in _WITHOUT_TEMPERATURE else self._one(name)
             if name == "temperature":
@@ -237,7 +239,7 @@ class Probes:
         for place, reply in self._answers():
             for value in (-2.0, 2.0):
                 known: set[Token] = set(self._prompts[place]) if reply.ids else set()
-                end = _first_change(reply, known, is_raised=value < 0, least=2 - self._clear)
+                end = first_change(reply, known, is_raised=value < 0, least=2 - self._clear)
                 if end is None:
                     continue
                 answer = self._reply(place, max_tokens=end, **{name: value})
@@ -313,7 +315,7 @@ class Probes:
         least = 6
         for place, reply in self._answers():
             ends: list[dict[str, Any]] = []
-            if reply.ids and (at := _new_token(reply.ids)) is not None:
+            if reply.ids and (at := new_token(reply.ids)) is not None:
                 ends.append({"stop_token_ids": [reply.ids[at]]})
             if self._end is not None:
                 ends.append({"logit_bias": {str(self._end): _BIAS}})
@@ -370,65 +372,6 @@ class Probes:
 _WITHOUT_TEMPERATURE = ("max_tokens", "usage", "logprobs", "response_format")
 
 
-def lead(reply: Reply, index: int) -> float:
-    """How much likelier the token at `index` is than any other, in nats; negative if it is not the most likely one."""
-    top, token = reply.top[index], reply.pieces[index]
-    others = [value for other, value in top.items() if other != token]
-    return reply.logprobs[index] - max(others) if others else math.inf
-
-
-def behind(reply: Reply) -> float:
-    """How far the furthest token is behind the most likely one of its place."""
-    return max((-lead(reply, index) for index in range(_shown(reply))), default=0.0)
-
-
-def clear_tokens(reply: Reply, least: float) -> int:
-    """The number of first tokens that lead by `least` each."""
-    count = _shown(reply)
-    return next((index for index in range(count) if lead(reply, index) < least), count)
-
-
-def hot_chances(reply: Reply) -> list[float]:
-    """For each token an upper bound of its probability at temperature `HOT`: that where all others are one token."""
-    found = []
-    for value in reply.logprobs:
-        own = math.exp(min(value, 0.0) / HOT)
-        rest = -math.expm1(min(value, 0.0))
-        found.append(own / (own + rest ** (1 / HOT)))
-    return found
-
-
-def stop_place(text: str) -> int | None:
-    """Where two characters of a text are for the first time, from its second quarter on."""
-    for at in range(max(1, len(text) // 4), len(text) - 2):
-        stop = text[at : at + 2]
-        if text.find(stop) == at and "\ufffd" not in stop and stop.strip() == stop:
-            return at
-    return None
-
-
-def _first_change(reply: Reply, known: set[Token], *, is_raised: bool, least: float) -> int | None:
-    """The number of tokens until a penalty must have changed one. known: tokens of the prompt, which some servers count
-    as well."""
-    seen: set[Token] = set()
-    for index in range(_shown(reply)):
-        token, top = reply.pieces[index], reply.top[index]
-        if is_raised:
-            others = [value for other, value in top.items() if other in seen]
-            is_place = token not in seen | known
-        else:
-            others = [value for other, value in top.items() if other not in seen | known]
-            is_place = token in seen
-        if is_place and others and reply.logprobs[index] - max(others) < least:
-            return index + 1
-        seen.add(token)
-    return None
-
-
-def _shown(reply: Reply) -> int:
-    return min(len(reply.top), len(reply.logprobs), len(reply.pieces))
-
-
 def _differs(answer: Reply, reply: Reply, count: int) -> bool:
     """Whether it has other tokens among the first `count`; an answer may be shorter than it was asked for."""
     count = min(count, len(answer.tokens))
@@ -441,11 +384,6 @@ def _first(reply: Reply) -> Any:
 
 def _length(reply: Reply) -> int:
     return len(reply.ids or reply.pieces) or reply.completion_tokens or 0
-
-
-def _new_token(ids: list[int]) -> int | None:
-    """The place of the first token that is not one of those before it."""
-    return next((at for at in range(1, min(len(ids), 5)) if ids[at] not in ids[:at]), None)
 
 
 def _enough(chance: float) -> int | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.run import Log, Progress, both, find_divergence, judged_by
 from specbatch.sweeps.check.server_report import Condition, ServerReport
 from specbatch.sweeps.http.engine import HttpEngine
-from specbatch.sweeps.http.replies import WITH_IDS, Question, Reply, ask
+from specbatch.sweeps.http.replies import WITH_IDS, Question, Reply, Shown, ask
 from specbatch.sweeps.run.loading import load_engine
 from specbatch.sweeps.workload.workloads import sha256_of
 
@@ -38,19 +38,10 @@ if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
 
 ANSWERS = "answers.jsonl"
-ALONE, AGAIN, TOGETHER = "alone", "again", "together"
+ALONE, AGAIN, TOGETHER, PROBE = "alone", "again", "together", "probe"
 _LLAMACPP = "llamacpp"
 _WITHOUT_DRAFTS = {"speculative.n_max": 0}  # of llama.cpp; vLLM and SGLang have nothing for one request
 _TOP = (20, 5)  # most likely tokens that are asked for; some servers allow fewer
-
-
-@dataclass(frozen=True)
-class Shown:
-    """What a server shows of its tokens. fields: that ask for it."""
-
-    fields: dict[str, Any]
-    ids: bool
-    logprobs: bool
 
 
 class Requests:
@@ -69,11 +60,17 @@ class Requests:
             row = {"server": engine.server.base_url, "condition": condition, "prompt": prompt, "fields": fields}
             self._file.write(json.dumps(row | reply.as_row()) + "\n")
             self._file.flush()
-            if condition != "probe":
+            if condition != PROBE:
                 self._progress()
 
         questions = [Question(self.prompts[prompt], fields) for prompt, fields in requests]
         return ask(engine, questions, concurrency=concurrency, on_reply=note)
+
+    def of_all(
+        self, engine: HttpEngine, condition: str, fields: dict[str, Any], concurrency: int = 1
+    ) -> list[Reply]:  # fmt: skip
+        """The replies to all prompts."""
+        return self.replies(engine, condition, [(place, fields) for place in range(len(self.prompts))], concurrency)
 
 
 def run_server(
@@ -99,35 +96,28 @@ def run_server(
     greedy |= {"ignore_eos": True} if options.random else {}
     if own is not None and not shown.ids:  # the text has to tell all tokens
         greedy["skip_special_tokens"] = False
-    every = [(place, greedy) for place in range(len(prompts))]
     is_llamacpp = engine.owned_by.startswith(_LLAMACPP)
-    switches = baseline is None and own is None and is_llamacpp
+    switches = is_llamacpp and baseline is None and own is None
     progress = Progress(report, len(prompts) * (3 + (baseline is not None or own is not None or switches)))
     engine.reset_record()
-    plain: list[Completion] = []
+    plain = [] if own is None else _own_answers(own, prompts, options, log, progress)
     with (folder / ANSWERS).open("w") as file:
         requests = Requests(prompts, file, progress)
-        wanted: list[Reply] | None = None
+        wanted: list[Reply] | None = [_as_reply(item) for item in plain] or None
         if baseline is not None:
-            theirs = shown_by(baseline, prompts[0])
-            both_show = {"temperature": 0.0, "max_tokens": options.max_new_tokens, **theirs.fields}
             baseline.forget_prefixes()
-            wanted = requests.replies(baseline, "baseline", [(p, {**f, **both_show}) for p, f in every], 1)
-        elif own is not None:
-            plain = _own_answers(own, prompts, options, log, progress)
+            wanted = requests.of_all(baseline, "baseline", greedy | shown_by(baseline, prompts[0]).fields)
         elif switches:
-            wanted = requests.replies(engine, "without drafts", [(p, f | _WITHOUT_DRAFTS) for p, f in every], 1)
+            wanted = requests.of_all(engine, "without drafts", greedy | _WITHOUT_DRAFTS)
         engine.forget_prefixes()
-        alone = requests.replies(engine, ALONE, every, 1)
-        warm = {"cache_prompt": True} if is_llamacpp else {}
-        again = requests.replies(engine, AGAIN, [(p, f | warm) for p, f in every], 1)
+        alone = requests.of_all(engine, ALONE, greedy)
+        again = requests.of_all(engine, AGAIN, greedy | ({"cache_prompt": True} if is_llamacpp else {}))
         engine.forget_prefixes()
-        together = requests.replies(engine, TOGETHER, every, options.concurrency)
-        answers = {AGAIN: again, TOGETHER: together}
-        if own is not None:
-            wanted = [_as_reply(item) for item in plain]
-        answers = answers if wanted is None else {ALONE: alone} | answers
-        conditions = [_condition(name, wanted or alone, found) for name, found in answers.items()]
+        together = requests.of_all(engine, TOGETHER, greedy, options.concurrency)
+        answers = {ALONE: alone, AGAIN: again, TOGETHER: together}
+        if wanted is None:
+            wanted = answers.pop(ALONE)
+        conditions = [_condition(name, wanted, found) for name, found in answers.items()]
         noises = [value for one in conditions for value in one.noises]
         bound = bound_of(noises)
         conditions = [one.judged(bound) for one in conditions]
@@ -142,21 +132,21 @@ def run_server(
             }
             referee = _judged(plan, plain, sides, names, options, record, log, progress)
             conditions = [one.only_shapes() for one in conditions]  # the referee judges the others
-        doubts = [one for one in conditions if one.is_faulty] or [one for one in referee.values() if one.faults]
+        is_faulty = any(one.is_faulty for one in conditions) or any(one.faults for one in referee.values())
         probes = Probes(
-            lambda sent: requests.replies(engine, "probe", sent, options.concurrency if len(sent) > 1 else 1),
+            lambda sent: requests.replies(engine, PROBE, sent, options.concurrency if len(sent) > 1 else 1),
             prompts,
             shown.fields,
             bound,
             lambda text: engine.tokenizer.encode(text, add_special_tokens=False),
             length=options.max_new_tokens,
             greedy=dict(enumerate(alone)) if not options.random else None,
-            doubt="answers at temperature 0 are faulty" if doubts else "",
+            doubt="answers at temperature 0 are faulty" if is_faulty else "",
             end=engine.tokenizer.eos_id,
             is_llamacpp=is_llamacpp,
         )
         progress.more(len(server.probes))
-        found = probes.run(server.probes, progress)
+        probed = probes.run(server.probes, progress)
     record.workload = {
         "command": "check",
         "seed": seed,
@@ -169,7 +159,7 @@ def run_server(
         "weights": server.weights,
     }
     against = _against(engine, baseline, own, wanted if switches else None)
-    result = ServerReport(options, engine.server, against, shown, conditions, noises, bound, referee, found, record)
+    result = ServerReport(options, engine.server, against, shown, conditions, noises, bound, referee, probed, record)
     record.workload |= result.summary()
     result.save(folder)
     return result
@@ -195,7 +185,9 @@ def prompts_of(
 def shown_by(engine: HttpEngine, prompt: list[int]) -> Shown:
     """How the server shows tokens and log-probabilities. Raises SpecbatchError if it answers nothing."""
     chat = engine.server.send == "chat"
-    tries = [{"logprobs": True, "top_logprobs": count} if chat else {"logprobs": count} for count in _TOP]
+    tries: list[dict[str, Any]] = [
+        {"logprobs": True, "top_logprobs": count} if chat else {"logprobs": count} for count in _TOP
+    ]
     for fields in [*({**WITH_IDS, **one} for one in tries), *tries, dict(WITH_IDS), {}]:
         reply = ask(engine, [Question(prompt, {"temperature": 0.0, "max_tokens": 4, **fields})])[0]
         if reply.error is None:

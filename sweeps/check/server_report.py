@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic
@@ -19,11 +19,9 @@ from specbatch.sweeps.check.probes import Probe
 from specbatch.sweeps.check.prompts import left_out
 from specbatch.sweeps.check.report import CheckReport
 from specbatch.sweeps.check.verdict import noise_of
+from specbatch.sweeps.http.replies import Shown
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.report.heading import heading, run_on
-
-if TYPE_CHECKING:
-    from specbatch.sweeps.check.server import Shown
 
 _SHOWN = 20  # divergences in the table; the file has all
 _MEANINGS = {

@@ -28,10 +28,10 @@ from specbatch.sweeps.check.options import CheckOptions, ServerOptions
 from specbatch.sweeps.check.referee import Referee, plan_referee
 from specbatch.sweeps.check.run import Log, Progress
 from specbatch.sweeps.check.sampled import LEAST_SAMPLES, SAMPLING, Exact, Tested, table_of, test_of, text_of
-from specbatch.sweeps.check.server import ANSWERS, Requests, Shown, prompts_of, shown_by
+from specbatch.sweeps.check.server import ANSWERS, Requests, prompts_of, shown_by
 from specbatch.sweeps.check.verdict import ALPHA
 from specbatch.sweeps.http.engine import HttpEngine
-from specbatch.sweeps.http.replies import Reply, Token
+from specbatch.sweeps.http.replies import Reply, Shown, Token
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.report.heading import heading, run_on
 from specbatch.sweeps.workload.workloads import sha256_of

@@ -142,6 +142,15 @@ def _count(usage: dict[str, Any], name: str, before: int | None) -> int | None:
 
 
 @dataclass(frozen=True)
+class Shown:
+    """What a server shows of its tokens. fields: that ask for it."""
+
+    fields: dict[str, Any]
+    ids: bool
+    logprobs: bool
+
+
+@dataclass(frozen=True)
 class Question:
     """A request: its prompt, and the fields that say how it is to be continued."""
 

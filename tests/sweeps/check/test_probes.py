@@ -8,7 +8,8 @@ import pytest
 
 from specbatch.errors import SpecbatchError
 from specbatch.sweeps.check.options import PROBES, probes_of
-from specbatch.sweeps.check.probes import Probes, _first_change, behind, clear_tokens, hot_chances, lead, stop_place
+from specbatch.sweeps.check.places import behind, clear_tokens, first_change, hot_chances, lead, stop_place
+from specbatch.sweeps.check.probes import Probes
 from specbatch.sweeps.http.replies import Reply
 
 
@@ -37,11 +38,11 @@ def test_hot_chances_are_bounds(others: list[float]) -> None:
 
 def test_places_that_penalties_change() -> None:
     found = reply({1: -0.1, 2: -3.0}, {3: -0.4, 1: -1.4}, {3: -0.4, 8: -1.0})
-    assert _first_change(found, set(), is_raised=True, least=1.5) == 2, "1 is there already, and 1 behind 3"
-    assert _first_change(found, {3}, is_raised=True, least=1.5) is None, "some servers raise 3 of the prompt as well"
-    assert _first_change(found, set(), is_raised=True, least=0.5) is None
-    assert _first_change(found, set(), is_raised=False, least=1.5) == 3, "8 is new, and 0.6 behind 3"
-    assert _first_change(found, {8}, is_raised=False, least=1.5) is None
+    assert first_change(found, set(), is_raised=True, least=1.5) == 2, "1 is there already, and 1 behind 3"
+    assert first_change(found, {3}, is_raised=True, least=1.5) is None, "some servers raise 3 of the prompt as well"
+    assert first_change(found, set(), is_raised=True, least=0.5) is None
+    assert first_change(found, set(), is_raised=False, least=1.5) == 3, "8 is new, and 0.6 behind 3"
+    assert first_change(found, {8}, is_raised=False, least=1.5) is None
 
 
 def test_stop_places() -> None:
