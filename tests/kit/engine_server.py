@@ -68,10 +68,10 @@ def write_letters(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def letters_engine(folder: Path, **speculation: Any) -> Engine:
+def letters_engine(folder: Path, dtype: str = "float32", **speculation: Any) -> Engine:
     drafts = Speculation("ngram", draft_tokens=3, ngram_min=1, schedule="v1") if not speculation else None
     config = EngineConfig(
-        model=str(folder), device="cpu", dtype="float32", max_running=32, max_model_len=256,
+        model=str(folder), device="cpu", dtype=dtype, max_running=32, max_model_len=256,
         speculation=drafts or Speculation(**speculation),
     )  # fmt: skip
     return Engine(config)

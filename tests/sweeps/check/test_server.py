@@ -193,12 +193,13 @@ def test_answers_are_kept_when_the_server_stops(serve: Any, command: Any, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(20))
-def test_clean_servers(tmp_path: Path, serve: Any, seed: int) -> None:
+def test_clean_servers(tmp_path: Path, serve: Any, seed: int, dtype: str) -> None:
     model = write_letters(tmp_path / "model", seed)
     output = tmp_path / "out"
     output.mkdir()
-    with letters_engine(model) as engine:
+    with letters_engine(model, dtype) as engine:
         server = HttpEngine(Server(serve(engine=engine), tokenizer=str(model)))
         report = run_server(server, CheckOptions(prompts=8), ServerOptions(), output)
     assert not report.fails, report.markdown()
