@@ -8,6 +8,7 @@ the text alone.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -64,7 +65,7 @@ class Reply:
     def take(self, chunk: dict[str, Any]) -> None:
         """Add a chunk of the stream. Raises Failed."""
         if error := chunk.get("error"):
-            raise Failed(f"the stream ended with an error: {http_client.message_of(str(error))}")
+            raise Failed(f"the stream ended with an error: {http_client.message_of(json.dumps(chunk))}")
         if isinstance(usage := chunk.get("usage"), dict):
             self.prompt_tokens = _count(usage, "prompt_tokens", self.prompt_tokens)
             self.completion_tokens = _count(usage, "completion_tokens", self.completion_tokens)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import SPECIAL
+from checkpoints import CHATML, SPECIAL
 from local_server import NOT_FOUND, QuietHandler, listening
 from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -63,6 +63,7 @@ def write_letters(folder: Path, seed: int = 0) -> Path:
     found.add_special_tokens(SPECIAL)
     (folder / "tokenizer.json").write_text(found.to_str())
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
+    described["chat_template"] = CHATML
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [CONFIG["eos_token_id"]]}))
     return folder
@@ -213,9 +214,12 @@ def serving_engine(server: EngineServer) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.body() or "{}")
-            if self.path != "/v1/completions":
+            if self.path not in ("/v1/completions", "/v1/chat/completions"):
                 self.send_text(*NOT_FOUND)
                 return
+            if "messages" in body:
+                body["prompt"] = server.engine.tokenizer.apply_chat_template(body["messages"])
+                body["logprobs"] = body.pop("top_logprobs", None)
             with server.lock:
                 server.requests += 1
                 number = server.requests
@@ -238,7 +242,8 @@ def serving_engine(server: EngineServer) -> Iterator[str]:
             for index, (part, token) in enumerate(zip(parts, tokens, strict=True)):
                 if cut and index == len(parts) // 2:
                     return
-                choice: dict[str, Any] = {"index": 0, "text": part, "finish_reason": None}
+                said = {"delta": {"content": part}} if "messages" in body else {"text": part}
+                choice: dict[str, Any] = {"index": 0, **said, "finish_reason": None}
                 if index == len(parts) - 1:
                     choice["finish_reason"] = done.finish_reason
                 if server.shows and body.get("return_token_ids"):
@@ -246,11 +251,11 @@ def serving_engine(server: EngineServer) -> Iterator[str]:
                 if server.shows and done.logprobs is not None and done.top_logprobs is not None:
                     wrong = 0.7 if "wrong log-probabilities" in server.faults and index % 3 == 1 else 0.0
                     top = {f"token_id:{name}": value - wrong for name, value in done.top_logprobs[index].items()}
-                    choice["logprobs"] = {
-                        "tokens": [f"token_id:{token}"],
-                        "token_logprobs": [done.logprobs[index]],
-                        "top_logprobs": [top],
-                    }
+                    name, value = f"token_id:{token}", done.logprobs[index]
+                    choice["logprobs"] = {"tokens": [name], "token_logprobs": [value], "top_logprobs": [top]}
+                    if "messages" in body:
+                        likely = [{"token": other, "logprob": each} for other, each in top.items()]
+                        choice["logprobs"] = {"content": [{"token": name, "logprob": value, "top_logprobs": likely}]}
                 self.send_event({"choices": [choice]})
             count = len(tokens) * (2 if "counts tokens twice" in server.faults else 1)
             usage = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}

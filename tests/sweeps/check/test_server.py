@@ -142,6 +142,13 @@ def test_second_server_and_weights(serve: Any, command: Any, folder: Path, tmp_p
     assert found.exit_code == 0, found.output
 
 
+@pytest.mark.parametrize("send", ["text", "chat"])
+def test_prompts_as_text_and_messages(serve: Any, command: Any, folder: Path, send: str) -> None:
+    found = command(serve(), "--send", send, "--weights", str(folder), "--device", "cpu", "--probes", "logprobs,stop")
+    assert found.exit_code == 0, found.output
+    assert "PASSED: 12 of 12 answers are equal; 2 of 2 settings are honored." in found.output
+
+
 def test_other_weights_are_found(serve: Any, command: Any, tmp_path: Path) -> None:
     other = write_letters(tmp_path / "other", 5)
     found = command(serve(), "--weights", str(other), "--probes", "none", "--device", "cpu")

@@ -49,7 +49,7 @@ def test_text_alone() -> None:
 @pytest.mark.parametrize(
     ("chunk", "said"),
     [
-        ({"error": {"message": "full"}}, "the stream ended with an error"),
+        ({"error": {"message": "full"}}, "the stream ended with an error: full"),
         ({"choices": ["a"]}, "a chunk that is not of a completion"),
         ({"choices": [{"text": 3}]}, "a text that is not a string"),
         (
