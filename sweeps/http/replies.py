@@ -64,7 +64,7 @@ class Reply:
 
     def take(self, chunk: dict[str, Any]) -> None:
         """Add a chunk of the stream. Raises Failed."""
-        if error := chunk.get("error"):
+        if chunk.get("error"):
             raise Failed(f"the stream ended with an error: {http_client.message_of(json.dumps(chunk))}")
         if isinstance(usage := chunk.get("usage"), dict):
             self.prompt_tokens = _count(usage, "prompt_tokens", self.prompt_tokens)
