@@ -214,7 +214,7 @@ class CheckReport:
             "referee": self._referee(),
             "prompts": self._prompts(),
         }
-        parts = [heading(lines), self._verdict(), self._distributions(), self._tests(), self._divergences()]
+        parts = [heading(lines), self._verdict(), self._distributions(), self.tests(), self._divergences()]
         parts.append(acceptance_table({(): [record.counters]}, sampling="greedy"))
         parts.append("\n".join(draft_length_lines([record.counters], record.caps)))
         parts.append("\n".join(f"* {note}" for note in self._notes()))
@@ -273,7 +273,7 @@ class CheckReport:
                 body.append([f"error of log-probabilities, {name}", *_row(errors)])
         return markdown_table(body, headers)
 
-    def _tests(self) -> str:
+    def tests(self) -> str:
         if not self.judged:
             return ""
         lines = []

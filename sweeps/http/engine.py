@@ -71,6 +71,7 @@ class HttpEngine:
         kind = found.get("owned_by")
         self._is_sglang = kind == SGLANG
         owner = http_client.one_line(kind, NAME_LENGTH) if isinstance(kind, str) else ""
+        self.owned_by = owner  # "vllm", "sglang", "llamacpp", or what else the server calls itself
         self._cache = ServerCache(owner or None, lambda path: self._ask_text(path, method="POST"))
         if (version := self._version()) is not None:
             self.caps["server_version"] = version
@@ -95,8 +96,7 @@ class HttpEngine:
         """As `Engine.generate`; the completions hold text and no token ids. Refuses parameters that are not sent."""
         for own in {id(own): own for own in params}.values():
             _refuse_unsent(own)
-        if self.server.send == "text" and self._texts is None:
-            self._texts = PromptText(self.tokenizer, lambda body: self._get_text("/tokenize", body))
+        self._prepare_texts()
         cpu = time.thread_time()
         try:
             return asyncio.run(self._work(prompts, params, concurrency, arrivals, on_completion))
@@ -111,6 +111,16 @@ class HttpEngine:
             works = "needs prompts that are messages: use a data set of messages, or --chat-template"
             raise refuse("send", "chat", works)
         self._messages |= {tuple(ids): found for ids, found in zip(prompts, messages, strict=True) if found}
+
+    def question(self, prompt: list[int]) -> tuple[dict[str, Any], str]:
+        """The fields of a request that name the model and hold a prompt, and its path, for requests of a caller."""
+        self._prepare_texts()
+        asked, path = self._question(prompt, self._texts.of(prompt) if self._texts is not None else None)
+        return {"model": self.model, **asked, **self._cache.fields}, path
+
+    def messages_of(self, prompt: list[int]) -> Messages:
+        """What `know_messages` said of a prompt."""
+        return self._messages[tuple(prompt)]
 
     def forget_prefixes(self) -> None:
         """Keep what follows from using the server's prefix cache of what came before, if it has a way for that."""
@@ -142,6 +152,10 @@ class HttpEngine:
         )
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _prepare_texts(self) -> None:
+        if self.server.send == "text" and self._texts is None:
+            self._texts = PromptText(self.tokenizer, lambda body: self._get_text("/tokenize", body))
 
     def _config(self) -> dict[str, Any]:
         found = self.server.as_dict() | {
