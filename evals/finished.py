@@ -51,6 +51,7 @@ class Answer(NamedTuple):
             "doc_id": self.doc_id,
             "request": self.request,
             "text": done.text,
+            **({} if done.reasoning is None else {"reasoning": done.reasoning}),
             "token_ids": done.token_ids,
             **done.as_row(),
         }
@@ -60,7 +61,8 @@ class Answer(NamedTuple):
         numbers = {item.name: row[item.name] for item in fields(RequestMetrics)}
         metrics = RequestMetrics(**numbers | {"acceptance": Acceptance(**row["acceptance"])})
         done = (row["index"], prompt_token_ids, row["token_ids"], row["text"], row["finish_reason"], metrics)
-        return cls(row["doc_id"], row["request"], Completion(*done, seed=row.get("seed")))
+        own = {"seed": row.get("seed"), "reasoning": row.get("reasoning")}
+        return cls(row["doc_id"], row["request"], Completion(*done, **own))
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def warnings(
     ended = [item for item in completions if item.is_complete]
     if not ended:
         return
-    texts, limit = [item.text for item in ended], params[0].max_new_tokens
+    texts, limit = [item.whole_text for item in ended], params[0].max_new_tokens
 
     def of_all(found: int) -> str:
         return f"{found} of {len(ended)} answers"
