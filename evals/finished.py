@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from specbatch.engine.scoring import Likelihood
     from specbatch.evals.options import EvalOptions
     from specbatch.records.run_record import RunRecord
+    from specbatch.sweeps.http.server import Server
 
 PARTIAL = "answers.partial.jsonl"
 Row = dict[str, Any]
+_OF_SERVER = ("model", "server", "tokenizer", "seed")  # what its answers depend on, beside what it was started with
 _ASKED = ("limit", "chat_template", "thinking", "think_end_token", "max_new_tokens")
 # Earlier versions wrote no such setting, so its default is left out.
 _SINCE = (
@@ -61,8 +63,8 @@ class Answer(NamedTuple):
         numbers = {item.name: row[item.name] for item in fields(RequestMetrics)}
         metrics = RequestMetrics(**numbers | {"acceptance": Acceptance(**row["acceptance"])})
         done = (row["index"], prompt_token_ids, row["token_ids"], row["text"], row["finish_reason"], metrics)
-        own = {"seed": row.get("seed"), "reasoning": row.get("reasoning")}
-        return cls(row["doc_id"], row["request"], Completion(*done, **own))
+        completion = Completion(*done, seed=row.get("seed"), reasoning=row.get("reasoning"))
+        return cls(row["doc_id"], row["request"], completion)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def hash_of(request: Any) -> str:
 
 
 def finished_rows(
-    options: EvalOptions, num_fewshot: int | dict[str, int], config: EngineConfig, *, generates: bool
+    options: EvalOptions, num_fewshot: int | dict[str, int], config: EngineConfig | Server, *, generates: bool
 ) -> PartialRows:
     """The file of finished results in the output folder of `options`, with the rows of an interrupted run.
 
@@ -120,7 +122,7 @@ def finished_rows(
         **{name: getattr(options, name) for name in (*_ASKED, *SAMPLED)},
         **{name: value for name in _SINCE if (value := getattr(options, name)) not in (None, usual[name])},
         **({"default_max_new_tokens": MAX_NEW_TOKENS} if options.max_new_tokens is None else {}),
-        **{name: settings[name] for name in MAKES_TOKENS},
+        **{name: settings.get(name) for name in (_OF_SERVER if "server" in settings else MAKES_TOKENS)},
     }
 
     def is_row(row: Row) -> bool:

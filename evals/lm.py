@@ -164,7 +164,9 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
             if self._on_answer is not None:
                 self._on_answer(answer_of_place(missing[completion.index], completion), len(requests))
 
-        completions = self._generate([prompts[place] for place in missing], [params[place] for place in missing], finished)
+        completions = self._generate(
+            [prompts[place] for place in missing], [params[place] for place in missing], finished
+        )
         done |= {place: answer_of_place(place, one) for place, one in zip(missing, completions, strict=True)}
         answers = [done[place] for place in range(len(requests))]
         texts = self._texts([answer.completion for answer in answers], requests, asked)
@@ -219,7 +221,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         texts = []
         for place, request in enumerate(requests):
             windows = get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self._longest, context_len=1
+                self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self._longest_scored, context_len=1
             )
             parts = enumerate(map(make_disjoint_window, windows))
             texts += [(place, (request, part, context, continuation)) for part, (context, continuation) in parts]
@@ -235,6 +237,11 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     @property
     def _longest(self) -> int:
         return int(self._engine.caps["max_model_len"])
+
+    @property
+    def _longest_scored(self) -> int:
+        """Tokens of a text to score, without its last one."""
+        return self._longest
 
     def _score(self, texts: list[tuple[Instance, int, list[int], list[int]]]) -> list[Likelihood]:
         """Scores of (request, part, context, continuation)."""
@@ -279,10 +286,10 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         """Drop the beginning of a context that is too long for the model."""
         if not context or not continuation:
             raise self._misfit(request, f"a {'continuation' if context else 'context'} without tokens")
-        if len(continuation) > self._longest:
+        if len(continuation) > self._longest_scored:
             works = f"question {request.doc_id} of {self._task} has a continuation of {len(continuation)} tokens"
             raise refuse("max_model_len", self._longest, f"{works}; use at least {len(continuation)}")
-        excess = max(0, len(context) + len(continuation) - (self._longest + 1))
+        excess = max(0, len(context) + len(continuation) - (self._longest_scored + 1))
         self.cut += excess > 0
         return context[excess:], continuation
 
@@ -301,12 +308,10 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     ) -> list[Completion]:
         return self._engine.generate(prompts, params, concurrency=self._concurrency, on_completion=on_completion)
 
-    def _likelihoods(self, pairs: list[Pair], on_score: OnScore) -> list[Likelihood]:
+    def _likelihoods(self, pairs: Sequence[Pair], on_score: OnScore) -> list[Likelihood]:
         return self._engine.score(pairs, on_score=on_score)
 
-    def _texts(
-        self, completions: list[Completion], requests: list[Instance], asked: list[Generation]
-    ) -> list[str]:
+    def _texts(self, completions: list[Completion], requests: list[Instance], asked: list[Generation]) -> list[str]:
         """What is scored of the answers."""
         each = zip(completions, requests, asked, strict=True)
         return [self._text(done, request.args[0], generation.stops) for done, request, generation in each]

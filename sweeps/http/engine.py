@@ -24,7 +24,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import aiohttp
 
@@ -257,7 +257,7 @@ class HttpEngine:
             async with http_client.session(self.server.headers, timeout) as session, asyncio.TaskGroup() as group:
                 for _ in range(min(concurrency, len(prompts))):
                     group.create_task(worker(session))
-        except* Exception as errors:  # of `on_completion`
+        except ExceptionGroup as errors:  # of `on_completion`
             raise errors.exceptions[0] from None
         return [done[index] for index in range(len(prompts))]
 
@@ -272,9 +272,7 @@ class HttpEngine:
         for when, tokens in answer.arrivals:
             self._per_second[int(when - self._opened)] += tokens
 
-    async def _ask(
-        self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams, asked: _Asked
-    ) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams, asked: _Asked) -> None:
         """Send a request and read its stream to the end. Raises what went wrong, one of ERRORS."""
         question, path = self._question(asked)
         body: dict[str, Any] = {
@@ -328,11 +326,12 @@ class HttpEngine:
     def _asked(self, prompt: Prompt) -> _Asked:
         if isinstance(prompt, str):
             return _Asked([], prompt)
-        if not _is_ids(prompt):
-            return _Asked([], "".join(str(message.get("content", "")) for message in prompt), prompt)
-        if self.server.send == "chat":
-            return _Asked(prompt, messages=self._messages[tuple(prompt)])
-        return _Asked(prompt, self._texts.of(prompt) if self._texts is not None else None)
+        if _is_ids(prompt):
+            if self.server.send == "chat":
+                return _Asked(prompt, messages=self._messages[tuple(prompt)])
+            return _Asked(prompt, self._texts.of(prompt) if self._texts is not None else None)
+        messages = cast("Messages", prompt)
+        return _Asked([], "".join(str(message.get("content", "")) for message in messages), messages)
 
     def _question(self, asked: _Asked) -> tuple[dict[str, Any], str]:
         """The fields of a request that hold its prompt, and its path. An answer may be begun by the last message."""

@@ -67,9 +67,7 @@ class Scores:
         timeout = aiohttp.ClientTimeout(total=self._server.request_timeout, sock_connect=CONNECT_S)
         return http_client.session(self._server.headers, timeout, reuse=reuse)
 
-    async def _all(
-        self, pairs: Sequence[Pair], concurrency: int, on_score: OnScore | None
-    ) -> list[Likelihood | str]:
+    async def _all(self, pairs: Sequence[Pair], concurrency: int, on_score: OnScore | None) -> list[Likelihood | str]:
         waiting, found = deque(range(len(pairs))), dict[int, "Likelihood | str"]()
 
         async def worker(session: aiohttp.ClientSession) -> None:
@@ -87,7 +85,7 @@ class Scores:
             async with self._session() as session, asyncio.TaskGroup() as group:
                 for _ in range(min(concurrency, len(pairs))):
                     group.create_task(worker(session))
-        except* Exception as errors:  # of `on_score`
+        except ExceptionGroup as errors:  # of `on_score`
             raise errors.exceptions[0] from None
         return [found[index] for index in range(len(pairs))]
 
@@ -123,7 +121,9 @@ def likelihood_of(answer: Any, begin: int, end: int) -> Likelihood:
     except (LookupError, TypeError):
         raise Failed("the answer has no log-probabilities (echo with logprobs)") from None
     if counts not in ((end, end), (end + 1, end + 1)):
-        raise Failed(f"the answer has log-probabilities of {counts[0]} tokens for a prompt of {end}, echoed, and 1 more")
+        raise Failed(
+            f"the answer has log-probabilities of {counts[0]} tokens for a prompt of {end}, echoed, and 1 more"
+        )
     values, greedy = list[float](), True
     for place in range(begin, end):
         value, best = chosen[place], top[place]

@@ -13,6 +13,7 @@ from specbatch.config.settings import setting
 from specbatch.errors import refuse
 
 SENDS = ("ids", "text", "chat")
+CONCURRENCY = 32  # requests of an evaluation at a time, unless the user says otherwise
 _OF_MODEL = ("model", "load_format", "tokenizer", "seed")  # settings that say what the numbers of a sweep are of
 
 
