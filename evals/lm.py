@@ -86,7 +86,8 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._chat_template = chat_template
         self._switch = {} if thinking is None else {"enable_thinking": thinking}
         self._think_end_token = think_end_token
-        self._encoding = Encoding(engine.tokenizer, add_bos_token, is_chat=chat_template)
+        tokenizer = getattr(engine, "tokenizer", None)  # of a server it may be unknown, which then encodes
+        self._encoding = Encoding(tokenizer, add_bos_token, is_chat=chat_template)
         self._truncates = truncate_prompts
         self._chosen = sampling or {}
         self._concurrency = concurrency

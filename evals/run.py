@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.engine_config import EngineConfig
-from specbatch.errors import SpecbatchError, counted, refuse, reporting
+from specbatch.errors import FailedError, SpecbatchError, counted, refuse, reporting
 from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows, with_earlier
 from specbatch.evals.lm_eval_files import save_lm_eval_files
 from specbatch.evals.lm_eval_process import quiet, template_errors
@@ -438,5 +438,10 @@ def _claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mappin
             if not kept.rows:
                 kept.remove()
                 stop.args = ()
+            raise
+        except FailedError as error:
+            if not kept.rows:
+                kept.remove()
+                error.kept = None
             raise
         kept.remove()

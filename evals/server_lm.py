@@ -131,7 +131,7 @@ class ServerLM(SpecBatchLM):
         return super()._texts(completions, requests, asked)
 
     def _text(self, completion: Completion, prompt: str, stops: Any) -> str:
-        text = completion.text
+        text = completion.text if completion.reasoning is None else completion.text.lstrip()
         if completion.reasoning is None:
             opened = self._opens or (not self._is_chat and self._reasoning.is_opened_by(prompt))
             text = self._reasoning.answer_of(text, None, opened=opened)
