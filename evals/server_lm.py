@@ -33,7 +33,7 @@ from specbatch.evals.lm import SpecBatchLM
 from specbatch.jobs.partial_output import row_seed
 from specbatch.jobs.thinking import CLOSE, OPEN, Reasoning
 from specbatch.sweeps.http.client import Failed
-from specbatch.sweeps.http.engine import LLAMA_CPP, SGLANG, VLLM, HttpEngine
+from specbatch.sweeps.http.engine import LLAMACPP, SGLANG, VLLM, HttpEngine
 from specbatch.sweeps.http.server import CONCURRENCY
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ServerLM(SpecBatchLM):
         self._is_chat = engine.config.send == "chat"
         self._sends_ids = sends_ids(engine.config.send, chat_template=self._chat_template)
         self._opens = False  # the server's template opens the reasoning of answers
-        self._known = engine.kind in (VLLM, SGLANG, LLAMA_CPP)
+        self._known = engine.kind in (VLLM, SGLANG, LLAMACPP)
 
     @property
     def tokenizer_name(self) -> str:

@@ -151,10 +151,9 @@ def evaluate(
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --configs do not
     apply.
 
-    With --engine http a server answers (vLLM, SGLang, llama.cpp and others with OpenAI's API). Of the options below
-    only --model (one of its models), --tokenizer and --seed apply. A request that fails is asked again; one that has
-    an answer never is. If some stay without an answer the exit status is 1, and the same command with the folder as
-    --out asks for these.
+    With --engine http a server of OpenAI's API answers (docs/any-engine.md). Of the options below only --model,
+    --tokenizer and --seed apply. Requests that fail are asked again; if some stay without an answer the exit status is
+    1, and the same command with the folder as --out asks for these.
     """
     from specbatch.evals.several import has_results
     from specbatch.records.sweep_plan import PLAN

@@ -98,7 +98,7 @@ class Completion:
     request_id      the caller's name of the prompt, if given
     top_logprobs    for each token, the most likely tokens in its place with their log-probabilities, if asked for
     seed            of `SamplingParams`; None: derived from the engine's seed and the prompt's index
-    reasoning       what a server split off from its answer; None without any, and of this engine
+    reasoning       that a server split off, if any
     """
 
     index: int
@@ -117,11 +117,6 @@ class Completion:
     reasoning: str | None = None
 
     __repr__ = _short_repr
-
-    @property
-    def whole_text(self) -> str:
-        """Reasoning and text."""
-        return (self.reasoning or "") + self.text
 
     @property
     def is_complete(self) -> bool:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 NAME_LENGTH = 200  # of a model, which becomes the name of a folder
 VERSION = ("/version", "/server_info")  # vLLM, SGLang
-VLLM, SGLANG, LLAMA_CPP = "vllm", "sglang", "llamacpp"  # owned_by of their models
+VLLM, SGLANG, LLAMACPP = "vllm", "sglang", "llamacpp"  # owned_by of their models
 Messages = list[dict[str, Any]]
 Prompt = list[int] | str | Messages
 
@@ -71,7 +71,7 @@ class HttpEngine:
     `error` in the record.
 
     model   one of the server's
-    kind    `VLLM`, `SGLANG` or `LLAMA_CPP`, another name, or "" of a server that names itself by none
+    kind    `VLLM`, `SGLANG` or `LLAMACPP`, another name, or "" of a server that names itself by none
     """
 
     tokenizer: Tokenizer  # next to an engine, that of the engine, set by whoever loads it
@@ -348,7 +348,7 @@ class HttpEngine:
         """Penalties, also those that change nothing: vLLM and SGLang take a repetition penalty that is not sent from
         the model's generation_config.json. llama.cpp has another name for it, and its own applies to 64 tokens."""
         found = {name: getattr(params, name) for name in ("presence_penalty", "frequency_penalty")}
-        if self.kind == LLAMA_CPP:
+        if self.kind == LLAMACPP:
             return found | {"repeat_penalty": params.repetition_penalty, "repeat_last_n": -1}
         return found | {"repetition_penalty": params.repetition_penalty}
 
@@ -358,7 +358,7 @@ class HttpEngine:
                 continue
             if item.name not in SENT:
                 raise refuse(item.name, value, "is not sent to a server; leave it out")
-            if item.name in ("min_tokens", "stop_token_ids") and self.kind == LLAMA_CPP:
+            if item.name in ("min_tokens", "stop_token_ids") and self.kind == LLAMACPP:
                 raise refuse(item.name, value, "llama.cpp's server has no such parameter; leave it out")
 
     # -- the server -------------------------------------------------------------------------------------------
