@@ -8,10 +8,10 @@ from specbatch.kernels.common.block_sizes import FP8_MAX
 
 
 def to_stored(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """x [..., kv, dim] as a cache of `dtype` stores it: divided by scale float32 [..., kv], if given. float8_e4m3fn is
-    saturated, where torch's own cast makes NaN of anything above 448; NaN stays."""
+    """x [..., kv, dim] as a cache of `dtype` stores it: times the inverse of scale float32 [..., kv], if given.
+    float8_e4m3fn is saturated, where torch's own cast makes NaN of anything above 448; NaN stays."""
     if scale is not None:
-        x = x.float() / scale[..., None]
+        x = x.float() * (1 / scale)[..., None]
     return x.clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 

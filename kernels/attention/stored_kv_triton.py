@@ -25,7 +25,7 @@ def to_stored(x, scale, kind: tl.constexpr):
     """`stored_kv.to_stored`: x in the type `kind`. scale: float32 that broadcasts to the shape of x, or None."""
     wide = x.to(tl.float32)
     if scale is not None:
-        wide = tl.div_rn(wide, scale + tl.zeros_like(wide))
+        wide *= tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
     if kind == tl.float8e4nv:
         wide = tl.clamp(wide, -_MAX, _MAX, propagate_nan=tl.PropagateNan.ALL)
     return wide.to(kind)

@@ -49,3 +49,11 @@ def let_next_kernel_start(PDL: tl.constexpr):
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_to_l2(at):
+    """Fetch what is at pointers to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )

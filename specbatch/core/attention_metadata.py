@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -212,13 +212,39 @@ class PrefillMetadata:
     def bind(self, cache: KVCache) -> AttentionContext:
         return _PrefillContext(self, cache)
 
-    def bind_rows(self, rows: torch.Tensor, cache: KVCache) -> AttentionContext | None:
-        """The context of the tokens `rows` int64 [n], each as a sequence of its own whose keys are in the cache, for
-        layers with shared keys; None for more tokens than chunks, of which several would read the same keys."""
+    def bind_rows(self, rows: torch.Tensor, cache: KVCache) -> RowsContext | None:
+        """The context of the tokens `rows` int64 [n], each as a sequence of its own whose keys are in the cache; None
+        for more tokens than chunks, of which several would read the same keys."""
         if len(rows) > len(self.spans.counts):
             return None
-        table, bound = self.spans.page_table, max(self.spans.ends)
-        return DecodeMetadata(table, self.slots[rows], self.positions[rows], 1, self.spans.page_size, bound).bind(cache)
+        table, positions, bound = self.spans.page_table, self.positions[rows], max(self.spans.ends)
+        queries = DecodeMetadata(table, self.slots[rows], positions, 1, self.spans.page_size, bound)
+        return RowsContext(self, rows, positions, queries.bind(cache), cache)
+
+
+class RowsContext(NamedTuple):
+    """Some tokens of a prefill pass, in the layers that end it: the last one that stores keys, and those after it,
+    which attend to stored keys only.
+
+    rows, positions  int64 [n]: of the tokens
+    context          for the layers after the last one that stores keys
+    """
+
+    prompt: PrefillMetadata
+    rows: torch.Tensor
+    positions: torch.Tensor
+    context: AttentionContext
+    cache: KVCache
+
+    def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, *, stored: bool) -> torch.Tensor:
+        """As `AttentionContext.attend` of all tokens, of which the n rows are returned. stored: whether the keys and
+        values of qkv [T, width] are in the cache."""
+        if not stored:
+            inputs = AttentionInputs(qkv, heads, self.prompt.positions, *self.cache.layers[layer])
+            split_qkv_rope(inputs, self.prompt.kv_slots)
+        q = qkv[:, : heads.count * heads.dim][self.rows]
+        shared = replace(heads, shared=True, k_offset=None)
+        return self.context.attend(layer, q, shared, self.positions) if len(q) else q
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import no_drafts
 from specbatch.drafters.choose import DraftChain
-from specbatch.drafters.feature_head import FeatureChain, attention_of
+from specbatch.drafters.feature_head import FeatureChain
+from specbatch.drafters.head_prefill import attention_of
 from specbatch.kernels.attention.qkv import write_keys
 from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.kernels.common.kv_slots import kv_slots

@@ -21,6 +21,11 @@ MOST_ROWS = 32  # of a request and KV head: with more, to multiply takes about a
 LEAST_SAVED = 100 << 20  # bytes of keys and values of a layer, below which a step shares nothing: one kernel more
 
 
+def most_tokens(group: int) -> int:
+    """Of a request in a step that shares prefixes, where a KV head has `group` query heads; 0: no step shares any."""
+    return MOST_ROWS // max(1, group)
+
+
 class PrefixGroups(NamedTuple):
     """int32 arrays, see `SharedPrefixes`: lengths [B], members [M], groups [3, MOST_GROUPS]; saved: tokens whose keys a
     step need not read in a layer."""
@@ -56,7 +61,7 @@ class SharedPrefixPlanner:
     def __init__(self, page_size: int, key_bytes: int, group: int = 1) -> None:
         self._page_size = page_size
         self._least = LEAST_SAVED // key_bytes
-        self._most_tokens = MOST_ROWS // group  # of a request in a step
+        self._most_tokens = most_tokens(group)
         self._root = _Node([], 0, None)
         self._ends: dict[int, _Node] = {}
         self._planned: list[int] | None = None  # the slots of the last plan, None if requests came or went since

@@ -6,15 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from specbatch.core.attention_metadata import AttentionContext
+from specbatch.core.attention_metadata import AttentionContext, RowsContext
 from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
-from specbatch.kernels.attention.queries import QKVLayout
+from specbatch.kernels.attention.queries import LatentLayout, QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.elementwise.rope import rope_table
@@ -29,6 +30,10 @@ from specbatch.models.rope import Rope
 from specbatch.models.shape_recorder import ShapeRecorder
 from specbatch.models.weight_reader import Reader, Tables
 from specbatch.progress.bars import Report
+
+# Prompts that end in a pass whose last attention is computed of their last tokens only. Of more, each is short, so that
+# it would save little, and attention would be compiled for more batch sizes.
+_FEW_ROWS = 4
 
 
 class LayerInputs(Protocol):
@@ -201,11 +206,11 @@ class Decoder:
         context: AttentionContext,
         rows: torch.Tensor | None = None,
         overrides: EmbeddingOverrides | None = None,
-        of_rows: AttentionContext | None = None,
+        of_rows: RowsContext | None = None,
     ) -> Features:
         """tokens and positions int64 [T]. rows int64 [n]: the tokens whose last hidden states are returned, in this
         order; None: all. Auxiliary features are always those of all tokens. overrides: embeddings given for some of the
-        tokens. of_rows: see `end`."""
+        tokens. of_rows: of `rows`, if `ends_in_rows`; what ends the pass then computes nothing else."""
         assert rows is None or not self.config.ends_in(self.aux), "auxiliary features are those of all tokens"
         x, projected = self.enter(tokens, overrides=overrides)
         inputs = self.layer_inputs(tokens, x, overrides=overrides)
@@ -216,9 +221,43 @@ class Decoder:
             x, projected = self.advance(
                 index, x, self.mix(index, context, projected, positions), aux=aux, inputs=inputs
             )
-        mixed = self.mix(last, context, projected, positions)
-        del projected
-        return Features(self.end(x, mixed, positions, context, rows, of_rows, aux, inputs), aux)
+        mix = partial(self.mix, last, context, projected, positions)
+        if of_rows is not None:
+            mixed = self.mix_rows(of_rows, projected, mix)
+            return Features(self.end_rows(x, mixed, of_rows, aux, inputs), aux)
+        mixed = mix()
+        del mix, projected
+        return Features(self.end(x, mixed, positions, context, rows, aux, inputs), aux)
+
+    @property
+    def ends_in_rows(self) -> bool:
+        """Whether what follows the last stored keys or states needs to be computed only of the tokens whose last hidden
+        states are needed: no later layer has auxiliary features, which are those of all tokens."""
+        return not self.aux or self.first_reader == len(self.layers)
+
+    def mix_rows(
+        self, of_rows: RowsContext, projected: torch.Tensor, mix: Callable[[], torch.Tensor], *, stored: bool = False
+    ) -> torch.Tensor:
+        """The operation of the last layer that stores keys or states, of some tokens: [n, mixed]. mix: computes it of
+        all tokens, for many rows and for operations other than attention to heads in the cache. stored: see
+        `RowsContext.attend`."""
+        index, rows = self.first_reader - 1, of_rows.rows
+        mixer = self.layers[index].mixer
+        if len(rows) > _FEW_ROWS or not isinstance(mixer, Attention) or isinstance(mixer.heads, LatentLayout):
+            return mix()[rows]
+        return of_rows.attend(self.places[index], projected, mixer.heads, stored=stored)
+
+    def end_rows(
+        self,
+        x: torch.Tensor,
+        mixed: torch.Tensor,
+        of_rows: RowsContext,
+        aux: torch.Tensor | None = None,
+        inputs: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `end` of some tokens; x and inputs are those of all tokens, mixed comes from `mix_rows`."""
+        rows, inputs = of_rows.rows, None if inputs is None else inputs[of_rows.rows]
+        return self.end(x[rows], mixed, of_rows.positions, of_rows.context, aux=aux, inputs=inputs)
 
     def mix(
         self, index: int, context: AttentionContext, projected: torch.Tensor, positions: torch.Tensor
@@ -268,16 +307,11 @@ class Decoder:
         positions: torch.Tensor,
         context: AttentionContext,
         rows: torch.Tensor | None = None,
-        of_rows: AttentionContext | None = None,
         aux: torch.Tensor | None = None,
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """From the attention or recurrence output of the last layer that stores keys or states to the hidden states
-        after the final norm. of_rows: a context of `rows` only, each a sequence of its own. The later layers, which
-        other tokens do not need, then compute nothing else; not with auxiliary features."""
-        if rows is not None and of_rows is not None and aux is None:
-            x, mixed, positions, context = x[rows], mixed[rows], positions[rows], of_rows
-            rows, inputs = None, None if inputs is None else inputs[rows]
+        after the final norm, of `rows` only if given."""
         for index in range(self.first_reader, len(self.layers) if len(x) else 0):
             x, projected = self.advance(index - 1, x, mixed, aux=aux, inputs=inputs)
             del mixed

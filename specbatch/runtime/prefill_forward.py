@@ -207,7 +207,7 @@ class PiecewiseGraphs:
             if bucket not in self._segments:
                 self._record_segments(bucket)
                 self.counters.recorded_late += 1
-            self._run(self._segments[bucket], range(done), count, spans)
+            self._run(self._segments[bucket], range(done - (rows is not None)), count, spans)
         self.counters.replays += 1
         self.counters.padded += bucket - count
         aux = None if self._aux is None else self._aux[:count]
@@ -215,12 +215,24 @@ class PiecewiseGraphs:
             assert self._last is not None
             return Features(self._last[:count], aux)
         model, x, places = self._model, self._residual[:count], upload(rows, self._residual.device)
-        mixed = _rows(self._mixed, count, model.layers[done - 1].mixer.mixed)
+        mixer = model.layers[done - 1].mixer
+        output = _rows(self._mixed, count, mixer.mixed)
         layer_inputs = None if self._inputs is None else self._inputs[:count]
+
+        def mix() -> torch.Tensor:
+            self._operation(done - 1, count, spans)
+            return output
+
+        of_rows = None if is_whole or done > model.first_reader else metadata.bind_rows(places, self._cache)
+        if of_rows is not None:
+            projected = _rows(self._projected, count, mixer.width)
+            mixed = model.mix_rows(of_rows, projected, mix, stored=True)
+            return Features(model.end_rows(x, mixed, of_rows, inputs=layer_inputs), aux)
+        mixed = output if is_whole else mix()
         if done == len(model.layers):
             return Features(model.finish(x, mixed, places, inputs=layer_inputs), aux)
-        context, of_rows = metadata.bind(self._cache), metadata.bind_rows(places, self._cache)
-        return Features(model.end(x, mixed, metadata.positions, context, places, of_rows, inputs=layer_inputs), aux)
+        context = metadata.bind(self._cache)
+        return Features(model.end(x, mixed, metadata.positions, context, places, inputs=layer_inputs), aux)
 
     def _record_segments(self, bucket: int) -> None:
         programs = list(self._programs(bucket, self._in_segments))
@@ -332,8 +344,8 @@ def _run_eagerly(
 ) -> Features:
     tokens = metadata.tokens if tokens is None else tokens
     places = None if rows is None else upload(rows, model.device)
-    overrides, has_readers = metadata.embedding_overrides(model.embedding), model.first_reader < len(model.layers)
-    of_rows = None if places is None or not has_readers else metadata.bind_rows(places, cache)
+    overrides = metadata.embedding_overrides(model.embedding)
+    of_rows = None if places is None or not model.ends_in_rows else metadata.bind_rows(places, cache)
     return model.forward(tokens, metadata.positions, metadata.bind(cache), places, overrides, of_rows)
 
 

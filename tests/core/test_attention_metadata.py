@@ -147,6 +147,29 @@ def test_sequence_reads_pages_that_another_writes_in_the_same_pass() -> None:
             torch.testing.assert_close(out[reader][index].double(), expected, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_rows_of_a_prefill_pass(stored: bool) -> None:
+    """Chunks with and without a prefix; the keys of all tokens are stored, in the same places."""
+    bench = Bench(3, 40, 4, 2, 3)
+    bench.prefill([PromptChunk(1, 0, 11), PromptChunk(2, 0, 3)])
+    metadata = PrefillMetadata(bench.table, [PromptChunk(1, 11, 20), PromptChunk(3, 0, 7), PromptChunk(2, 3, 4)], 4)
+    heads = QKVLayout(bench.heads, 2, DIM, None, None, 1e-5, torch.ones(600, DIM), torch.zeros(600, DIM), window=5)
+    qkv = bench.numbers(17, bench.heads + 4).flatten(1)
+    wanted = metadata.bind(bench.cache).attend(0, qkv, heads, metadata.positions)
+    caches = bench.cache.k[0], bench.cache.v[0]
+    before = [item.clone() for item in caches]
+    if not stored:
+        for item in caches:
+            item[bench.table[3]] = 1e20
+    for rows in ([8, 15, 16], [15], []):
+        of_rows = metadata.bind_rows(torch.tensor(rows, dtype=torch.int64), bench.cache)
+        assert of_rows is not None
+        found = of_rows.attend(0, qkv, heads, stored=stored)
+        torch.testing.assert_close(found, wanted[rows], rtol=0, atol=2e-6)
+        assert all(torch.equal(item, old) for item, old in zip(caches, before, strict=True))
+    assert metadata.bind_rows(torch.tensor([8, 15, 16, 3]), bench.cache) is None
+
+
 def test_padding_rows_write_to_page_0_only() -> None:
     bench = Bench(2, 16, 4, 2, 1)
     bench.prefill([PromptChunk(1, 0, 6), PromptChunk(2, 0, 3)])

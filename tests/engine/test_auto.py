@@ -98,7 +98,7 @@ def test_the_draft_catches_up_with_a_prefix_that_it_has_not_computed(
     monkeypatch.setattr(DraftLength, "drafts_prompts", lambda *_: False)
     engine = toy_engine(speculation=auto(name, draft_steps=3))
     found: list[tuple[int, int]] = watch(
-        DeviceWorker, "catch_up", before=lambda _, chunks: [(chunk.start, chunk.end) for chunk in chunks]
+        DeviceWorker, "catch_up", before=lambda _, chunks, most: [(chunk.start, chunk.end) for chunk in chunks]
     )
     [done] = engine.generate([prompt], SamplingParams(max_new_tokens=40, ignore_eos=True))
     assert not found

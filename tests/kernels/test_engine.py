@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from company import Company
-from crossed import slow_but
+from crossed import first_quick, slow_but
 from shared_prefixes import share_always
 from stand_ins import fake_graphs, planned_draft_lengths
 from targets import LATENT, Targets
@@ -82,7 +82,7 @@ def kernels(
         sample_triton: ["sample"],
         context_kv_triton: ["write_context_kv", "write_verified_kv"],
         elementwise_triton: ["rms_norm", "silu_and_mul", "gelu_and_mul"],
-        latent_attention_triton: ["latent_prefill", "latent_verify", "write_latent"],
+        latent_attention_triton: ["latent_prefill", "latent_verify", "latent_prefix_attention", "write_latent"],
         qkv_triton: ["split_qkv_rope", "write_latent"],
         tree_draft_triton: ["expand", "prune"],
         experts_triton: ["fused_moe"],
@@ -253,6 +253,37 @@ def test_greedy_tokens_of_hybrids(targets: Targets, request: pytest.FixtureReque
     [done] = engine.generate([prompt], SamplingParams(max_new_tokens=3, ignore_eos=True))
     assert done.token_ids == expected
     assert called >= HYBRIDS[name, algorithm]
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm", "decode"),
+    first_quick(
+        1,
+        [
+            ("deepseek-v2", "ngram", "off"),
+            ("deepseek-v2", "ngram-tree", "off"),
+            ("deepseek-v2", "none", "whole"),
+            ("deepseek-v3", "mtp", "whole"),
+        ],
+    ),
+)
+def test_latents_share_prefixes(
+    targets: Targets, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, name: str, algorithm: str,
+    decode: str,
+) -> None:  # fmt: skip
+    """The tokens are those of the references, which read every prefix for itself."""
+    share_always(monkeypatch)
+    fake_graphs(monkeypatch)
+    common, params = targets.prompts(name)[4][:9], SamplingParams(max_new_tokens=4, ignore_eos=True)
+    prompts = [[*common, 5], [*common, 6, 7], [*common[:5], 4]]
+    expected = [done.token_ids for done in targets.engine(name, prefix_cache=False).generate(prompts, params)]
+    called = request.getfixturevalue("kernels")
+    settings = {"page_size": 4, "max_running": 3, "graphs": Graphs(decode)}
+    engine = targets.engine(name, algorithm, more=None if algorithm == "none" else {"draft_steps": 2}, **settings)
+    assert [done.token_ids for done in engine.generate(prompts, params)] == expected
+    assert "latent_prefix_attention" in called
+    assert engine.record().counters["sharing_iterations"]
+    assert engine.record().caps["shared_prefixes"] == "once"
 
 
 @pytest.mark.slow

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from specbatch.engine.setup.prepare import Prepared
-from specbatch.kernels.attention.queries import DecodeQueries
+from specbatch.kernels.attention.latent import latent_attention
+from specbatch.kernels.attention.queries import DecodeQueries, SharedPrefixes
 from specbatch.kernels.attention.verify import verify_attention
 from specbatch.memory import shared_prefixes
+
+
+def shared(
+    table: torch.Tensor, slots: torch.Tensor, groups: Sequence[tuple[list[int], int]], page_size: int, most: int = 4
+) -> SharedPrefixes:
+    """Have sequences share pages in `table`, and say so as a step does. groups: sequences of `slots` and the keys of
+    their prefix."""
+    lengths, members = torch.zeros(2, len(slots), dtype=torch.int32, device="cpu")
+    found = torch.zeros(3, most, dtype=torch.int32, device="cpu")
+    taken = 0
+    for index, (sequences, keys) in enumerate(groups):
+        rows, pages = slots[sequences], keys // page_size
+        table[rows, :pages] = table[rows[0], :pages].clone()
+        lengths[sequences] = keys
+        members[taken : taken + len(sequences)] = torch.tensor(sequences, device="cpu").int()
+        found[:, index] = torch.tensor([taken, len(sequences), keys], device="cpu")
+        taken += len(sequences)
+    return SharedPrefixes(*(part.to(table.device) for part in (lengths, members, found)))
 
 
 def share_always(patch: pytest.MonkeyPatch) -> None:
@@ -22,7 +42,7 @@ def share_always(patch: pytest.MonkeyPatch) -> None:
 
 def _has_shared_keys(prepared: Prepared) -> bool:
     model = prepared.model
-    seen = bool(model.kv_layers) and not model.has_latents and model.largest_window is None
+    seen = bool(model.kv_layers) and model.largest_window is None
     return seen and prepared.config.prefix_cache and not prepared.config.deterministic
 
 
@@ -34,13 +54,17 @@ def share_on_cpu(patch: pytest.MonkeyPatch) -> list[int]:
         patch.setattr(f"specbatch.engine.setup.{module}.shares_prefixes", _has_shared_keys)
     noted: list[int] = []
 
-    class Checked(verify_attention.DecodeAttentionRef):
-        def __init__(self, queries: DecodeQueries, *rest: Any) -> None:
-            if queries.prefixes is not None:
-                noted.append(check_groups(queries))
-            super().__init__(queries, *rest)
+    def checked(kind: type[verify_attention.DecodeAttentionRef]) -> type:
+        class Checked(kind):  # type: ignore[misc, valid-type]
+            def __init__(self, queries: DecodeQueries, *rest: Any) -> None:
+                if queries.prefixes is not None:
+                    noted.append(check_groups(queries))
+                super().__init__(queries, *rest)
 
-    patch.setattr(verify_attention, "DecodeAttentionRef", Checked)
+        return Checked
+
+    for module, name in ((verify_attention, "DecodeAttentionRef"), (latent_attention, "LatentDecodeRef")):
+        patch.setattr(module, name, checked(getattr(module, name)))
     return noted
 
 

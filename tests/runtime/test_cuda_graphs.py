@@ -342,6 +342,35 @@ def test_layers_with_shared_keys_compute_the_last_tokens_only(
             assert computed == [first] * 2 + last * 2
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_the_last_attention_is_of_the_last_tokens_only(graph_engine: Callable[..., Any], is_recorded: bool) -> None:
+    """Of up to four prompts that end in a pass."""
+    worker = graph_engine(graphs=Graphs()).parts.worker
+    model, cache, table = worker.decode_step.model, worker.decode_step.cache, worker.batch.page_table
+    forward: Any = EagerForward(model, cache)
+    if is_recorded:
+        recorder: Any = FakeRecorder(torch.device("cpu"))
+        forward = PiecewiseGraphs(model, cache, recorder, 48, table, worker.batch.tokens, needs_all_hidden=False)
+        list(forward.capture())
+    attention, passes = cache.attention, list[int]()
+
+    def counted(inputs: PrefillInputs) -> torch.Tensor:
+        passes.append(len(inputs.q))
+        return attention(inputs)
+
+    cache.attention = counted
+    table[1:6, :2] = torch.arange(1, 11).view(5, 2)
+    for ends, layers in ((4, len(model.layers) - 1), (0, len(model.layers) - 1), (5, len(model.layers))):
+        chunks = [PromptChunk(slot, 0, 8) for slot in range(1, max(ends, 1) + 1)]
+        metadata, tokens = PrefillMetadata(table, chunks, 4), torch.arange(8 * len(chunks)) % 37
+        rows = metadata.last.tolist()[:ends]
+        passes.clear()
+        found = forward(metadata, rows, tokens).last
+        assert passes == [len(tokens)] * layers
+        whole = model.forward(tokens, metadata.positions, metadata.bind(cache)).last
+        torch.testing.assert_close(found, whole[rows], rtol=0, atol=1e-5)
+
+
 class FromTables:
     """Attention that reads from the device all that changes from pass to pass, as the Triton kernel does."""
 

@@ -11,6 +11,7 @@ of each token, and chunks and cached prefixes would have to be expanded again.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -67,7 +68,8 @@ def latent_decode_attention(queries: DecodeQueries, group: int, dtype: torch.dty
             attention = span_latents_triton.span_latent_verify(queries)
         else:
             slots = latent_attention_triton.token_slots(queries)
-            attention = partial(latent_attention_triton.latent_verify, queries, slots)
+            whole = replace(queries, packed=None)  # what `wrap_packed_rows` makes of them
+            attention = partial(latent_attention_triton.latent_verify, whole, slots, works={})
     elif is_deterministic():
         from specbatch.kernels.attention.deterministic.span_attention import SpanDecodeAttention
 

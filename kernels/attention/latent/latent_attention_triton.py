@@ -7,58 +7,42 @@ parts. Those of the pass itself are written before, so that prompts, chains and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from specbatch.kernels.attention.latent.attend_latents_triton import LOG2E, attend_latents
+from specbatch.kernels.attention.latent.latent_attention_configs import (
+    LEAST_SPLIT,
+    LatentTile,
+    prefix_launch,
+    tile_for,
+)
+from specbatch.kernels.attention.latent.latent_prefix_triton import latent_prefix_attention
 from specbatch.kernels.attention.qkv_triton import write_latent
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two
+from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixWork
+from specbatch.kernels.attention.verify.prefix_attention_triton import divide, merge_prefixes
 from specbatch.kernels.attention.verify.verify_attention_configs import splits_for
-from specbatch.kernels.common.e4m3_triton import dequantize_e4m3
 from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.common.sizes import cdiv, tile_side
 from specbatch.kernels.common.workspace import reserve
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_LEAST_SPLIT = 256  # keys that are worth a program of their own
-
-
-@dataclass(frozen=True)
-class LatentTile:
-    """Query rows (tokens x heads) and keys of a step, warps of a program, stages of its pipeline."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-
-
-# A row of the output is as wide as a latent: of 512 numbers, 64 rows take 128 registers of each of 256 threads.
-FEW, MANY = LatentTile(16, 32, 4, 2), LatentTile(64, 32, 8, 2)
-FP32 = LatentTile(32, 32, 8, 2)  # with 64 rows, shared memory would not hold the keys of an FP8 cache besides
-
-
-def tile_for(rows: int, item: int) -> LatentTile:
-    """For a sequence's `rows` query rows, of `item` bytes a value."""
-    if rows <= FEW.block_m:
-        return FEW
-    return FP32 if item == 4 else MANY
 
 
 @triton.jit(do_not_specialize=["n", "first_node"])
 def latent_attention_kernel(
     q, k_cache, v_cache, k_scale, v_scale, out, partials, logs, page_table, tiles, bounds, slots, lengths, ancestors,
-    n, first_node, capacity, width, bounds_stride, scale,
+    prefixes, sums, n, first_node, capacity, width, bounds_stride, scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Query rows are (token, head), the heads of a token in a row. A decode or verify pass has `n` tokens for each of
     `lengths`; a prompt pass has spans, given by `tiles` and `bounds` (see `RaggedBatch`), and TOKENS tokens a tile.
 
+    It attends to what follows `prefixes`, if they are given, and stores base-2 logarithms of sums to `sums`, too.
     With several splits (the second axis), each writes its part to partials [splits, rows, BLOCK_R] float32, and the
     base-2 logarithms of its sums to logs [splits, rows]; q has HEADS + 1 rows a token, of which the last is the key."""
     split, splits = tl.program_id(1), tl.num_programs(1)
@@ -82,7 +66,7 @@ def latent_attention_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     token, head = begin_token + row // HEADS, row % HEADS
     live = token < end_token
-    position = start + token
+    position = (start + token).to(tl.int32)
     last = tl.minimum(begin_token + (tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // HEADS, end_token - 1)
     column, turning = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
     inside, turns = column < RANK, turning < ROPE
@@ -90,97 +74,37 @@ def latent_attention_kernel(
     q_latent = tl.load(query + column[None, :], live[:, None] & inside[None, :], 0.0)
     q_turned = tl.load(query + RANK + turning[None, :], live[:, None] & turns[None, :], 0.0)
     keys = start + last + 1
+    word = None
     if ancestors is not None:
         word = tl.load(ancestors + first_token + token, live, 0)
         keys = start + n
     keys = tl.where(begin_token < end_token, tl.minimum(keys, capacity), 0)
-    share = tl.cdiv(tl.cdiv(keys, splits), BLOCK_N) * BLOCK_N
-    begin = split * share
-    end = tl.minimum(begin + share, keys)
-    latent_scale, turned_scale = scale, scale
-    if v_scale is not None:  # latents are keys, too
-        latent_scale = scale * tl.load(v_scale)
-    if k_scale is not None:
-        turned_scale = scale * tl.load(k_scale)
-    ratio = latent_scale / turned_scale
-    # In FP8, a warp's instructions take keys from registers in float16 (`stored_kv_triton`). Those of a warpgroup (64
-    # rows) take them, and queries as they are, from shared memory.
-    FP8: tl.constexpr = v_cache.dtype.element_ty == tl.float8e4nv
-    PAIRS: tl.constexpr = FP8 and BLOCK_M == 16
-    if PAIRS and q_latent.dtype == tl.bfloat16:
-        largest = tl.max(tl.abs(q_turned.to(tl.float32)), 1)
-        largest = tl.maximum(largest, tl.max(tl.abs(q_latent.to(tl.float32)), 1))
-        power, inverse = power_of_two(largest[:, None])
-        q_latent, q_turned = (q_latent * inverse).to(tl.float16), (q_turned * inverse).to(tl.float16)
-        turned_scale *= power
-    wide: tl.constexpr = q_latent.dtype
-    if PAIRS:
-        pair = tl.arange(0, BLOCK_R // 2)
-        paired = pair < RANK // 2
-        q_one, q_two = tl.split(tl.reshape(q_latent, (BLOCK_M, BLOCK_R // 2, 2)))
-        one, two = tl.zeros([BLOCK_M, BLOCK_R // 2], tl.float32), tl.zeros([BLOCK_M, BLOCK_R // 2], tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for at in range(begin, end, BLOCK_N):
-        key = at + tl.arange(0, BLOCK_N)
-        exists = key < end
-        page = tl.load(pages + key // PAGE, exists, 0)
-        slot = page * PAGE + key % PAGE
-        turned = tl.load(k_cache + slot[:, None] * ROPE + turning[None, :], exists[:, None] & turns[None, :], 0.0)
-        if PAIRS:
-            place = v_cache.to(tl.pointer_type(tl.int16)) + slot[:, None] * (RANK // 2) + pair[None, :]
-            first, second = fp8_pairs(tl.load(place, exists[:, None] & paired[None, :], 0), wide)
-            scores = tl.dot(q_one, tl.trans(first), input_precision="ieee")
-            scores = tl.dot(q_two, tl.trans(second), scores, input_precision="ieee")
-        else:
-            place = v_cache + slot[:, None] * RANK + column[None, :]
-            latent = tl.load(place, exists[:, None] & inside[None, :], 0.0)
-            if FP8:
-                latent, turned = dequantize_e4m3(latent, wide), dequantize_e4m3(turned, wide)
-            scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        if (k_scale is not None) | (v_scale is not None):
-            scores *= ratio
-        scores = tl.dot(q_turned, tl.trans(turned.to(wide)), scores, input_precision="ieee") * turned_scale
-        if ancestors is not None:
-            node = key - length
-            bit = (word[:, None] >> tl.minimum(tl.maximum(node, 0), 63)[None, :]) & 1
-            seen = exists[None, :] & ((node < 0)[None, :] | (bit == 1))
-        else:
-            seen = exists[None, :] & (key[None, :] <= position[:, None])
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
-        fade = tl.exp2(peak - base)
-        total = total * fade + tl.sum(weights, 1)
-        weights = weights.to(wide)
-        if PAIRS:
-            one = tl.dot(weights, first, one * fade[:, None], input_precision="ieee")
-            two = tl.dot(weights, second, two * fade[:, None], input_precision="ieee")
-        else:
-            acc = tl.dot(weights, latent, acc * fade[:, None], input_precision="ieee")
-        peak = higher
-    if PAIRS:
-        acc = tl.reshape(tl.join(one, two), (BLOCK_M, BLOCK_R))
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if v_scale is not None:
-        acc *= tl.load(v_scale)
+    oldest = keys * 0
+    if prefixes is not None:
+        oldest = tl.minimum(tl.load(prefixes + sequence), length)  # less: a row of padding
+    share = tl.cdiv(tl.cdiv(keys - oldest, splits), BLOCK_N) * BLOCK_N
+    begin = (oldest + split * share).to(tl.int32)
+    end = tl.minimum(begin + share, keys).to(tl.int32)
+    average, log = attend_latents(
+        q_latent, q_turned, k_cache, v_cache, k_scale, v_scale, pages, begin, end, scale, position, length, word,
+        RANK, ROPE, PAGE, BLOCK_N,
+    )  # fmt: skip
     target = (first_token + token) * HEADS + head
     mask = live[:, None] & inside[None, :]
     if splits == 1:
-        tl.store(out + target[:, None] * RANK + column[None, :], acc.to(out.dtype.element_ty), mask)
+        tl.store(out + target[:, None] * RANK + column[None, :], average.to(out.dtype.element_ty), mask)
+        if sums is not None:
+            tl.store(sums + target, log, live)
     else:
         rows = tl.num_programs(2).to(tl.int64) * n * HEADS
         cell = split * rows + target
-        tl.store(partials + cell[:, None] * BLOCK_R + column[None, :], acc, mask)
-        tl.store(logs + cell, peak + tl.log2(total), live)
+        tl.store(partials + cell[:, None] * BLOCK_R + column[None, :], average, mask)
+        tl.store(logs + cell, log, live)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def _merge(partials, logs, out, rows, splits, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The output of a row from its splits'."""
+def _merge(partials, logs, out, sums, rows, splits, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The output of a row from its splits', and the base-2 logarithm of its sum of weights."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_R)
     whole = tl.zeros([BLOCK_R], tl.float32)
@@ -197,6 +121,8 @@ def _merge(partials, logs, out, rows, splits, RANK: tl.constexpr, BLOCK_R: tl.co
         top = higher
     whole = whole / tl.where(mass == 0.0, 1.0, mass)
     tl.store(out + row * RANK + column, whole.to(out.dtype.element_ty), column < RANK)
+    if sums is not None:
+        tl.store(sums + row, top + tl.log2(mass))
 
 
 def token_slots(queries: DecodeQueries) -> torch.Tensor:
@@ -216,19 +142,37 @@ def latent_verify(
     *,
     splits: int | None = None,
     tile: LatentTile | None = None,
+    works: dict[Any, PrefixWork] | None = None,
+    prefix_tile: LatentTile | None = None,
 ) -> torch.Tensor:
     """`LatentDecodeRef` of `queries`, whose tokens have the KV `slots` (`token_slots`).
 
-    splits: how many programs share the keys of a tile; tile: its configuration; both are chosen by the sizes if None.
+    splits: how many programs share the keys of a tile; tile: its configuration; both are chosen by the sizes if None,
+    as is prefix_tile. works: where a pass with shared prefixes keeps how its work is divided, for all of its layers.
     """
     count, capacity = queries.num_queries, queries.page_table.shape[1] * inputs.k_cache.shape[1]
     q = write_latent(inputs, slots)
     rows, batch = count * inputs.heads.count, len(queries.lengths)
-    tile = tile or tile_for(rows, q.element_size())
+    fp8 = inputs.k_cache.element_size() == 1
+    tile = tile or tile_for(rows, q.element_size(), fp8=fp8)
     tiles = cdiv(rows, tile.block_m)
-    splits = splits or splits_for(batch * tiles, tile.block_m, cdiv(capacity, _LEAST_SPLIT), q.device)
+    splits = splits or splits_for(batch * tiles, tile.block_m, cdiv(capacity, LEAST_SPLIT), q.device)
     grid = tiles, splits, batch
-    return _attend(q, inputs, grid, tile, queries.page_table, count, capacity, queries=queries)
+    out = torch.empty(len(q), inputs.heads.count * inputs.v_cache.shape[-1], dtype=q.dtype, device=q.device)
+    if queries.prefixes is None:
+        _attend(q, inputs, out, grid, tile, queries.page_table, count, capacity, queries=queries)
+        return out
+    launch = prefix_launch(queries, inputs.heads.count, q.element_size(), fp8=fp8, tile=prefix_tile)
+    works = {} if works is None else works
+    key = launch, inputs.heads.count
+    if key not in works:
+        works[key] = divide(queries, inputs.heads, launch)
+    found = latent_prefix_attention(q, queries, inputs, launch, works[key])
+    own = torch.empty_like(out, dtype=torch.float32)
+    sums = torch.empty(len(q), inputs.heads.count, dtype=torch.float32, device=q.device)
+    _attend(q, inputs, own, grid, tile, queries.page_table, count, capacity, queries=queries, sums=sums)
+    merge_prefixes(queries, inputs.heads, works[key], found, own, sums, out)
+    return out
 
 
 def latent_prefill(
@@ -236,17 +180,20 @@ def latent_prefill(
 ) -> torch.Tensor:
     """`latent_prefill_ref`."""
     q, count = write_latent(inputs, slots), inputs.heads.count
-    tile = tile or tile_for(MANY.block_m, q.element_size())
+    tile = tile or tile_for(64, q.element_size(), fp8=inputs.k_cache.element_size() == 1)
     tokens = max(1, tile.block_m // count)
     tiles = spans.tiles(tokens)
     grid = cdiv(tokens * count, tile.block_m), 1, len(tiles)
     capacity = spans.page_table.shape[1] * inputs.k_cache.shape[1]
-    return _attend(q, inputs, grid, tile, spans.page_table, tokens, capacity, spans=(spans, tiles))
+    out = torch.empty(len(q), count * inputs.v_cache.shape[-1], dtype=q.dtype, device=q.device)
+    _attend(q, inputs, out, grid, tile, spans.page_table, tokens, capacity, spans=(spans, tiles))
+    return out
 
 
 def _attend(
     q: torch.Tensor,
     inputs: AttentionInputs,
+    out: torch.Tensor,
     grid: tuple[int, int, int],
     tile: LatentTile,
     page_table: torch.Tensor,
@@ -255,18 +202,22 @@ def _attend(
     *,
     queries: DecodeQueries | None = None,
     spans: tuple[RaggedBatch, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """q: from `inputs`, whose keys are written. tokens: of each sequence of `queries`, or of a tile of `spans`, which
+    sums: torch.Tensor | None = None,
+) -> None:
+    """Attention to all keys, in `out` [T, count * rank], or given `sums` float32 [T, count] to those after the shared
+    prefixes: then the logarithms to base 2 of the sums of weights are stored there.
+
+    q: from `inputs`, whose keys are written. tokens: of each sequence of `queries`, or of a tile of `spans`, which
     come with their tiles."""
     _, heads, _, k_cache, v_cache, k_scale, v_scale = inputs
     assert isinstance(heads, LatentLayout)
     rows, rank, rope = len(q) * heads.count, heads.rank, heads.dim - heads.rank
-    out = torch.empty(len(q), heads.count * rank, dtype=q.dtype, device=q.device)
     block, splits = 2 * tile_side(rank // 2), grid[1]
     partials, logs = out, out
     if splits > 1:
         held, _ = reserve(q.device, splits * rows * (block + 1), 0)
         partials, logs = held, held[splits * rows * block :]
+    prefixes = None if sums is None or queries is None or queries.prefixes is None else queries.prefixes.lengths
     table, tiles = (None, None) if spans is None else (spans[0].table, spans[1])
     slots, lengths, ancestors, first = (
         (None, None, None, 0)
@@ -275,11 +226,10 @@ def _attend(
     )
     latent_attention_kernel[grid](
         q, k_cache, v_cache, k_scale, v_scale, out, partials, logs, page_table, tiles, table, slots, lengths,
-        ancestors, tokens, first, capacity, page_table.shape[1], 0 if table is None else table.stride(0),
-        heads.scale * _LOG2E.value, HEADS=heads.count, RANK=rank, ROPE=rope, BLOCK_R=block,
-        BLOCK_P=tile_side(rope), PAGE=k_cache.shape[1], BLOCK_M=tile.block_m,
+        ancestors, prefixes, sums, tokens, first, capacity, page_table.shape[1],
+        0 if table is None else table.stride(0), heads.scale * LOG2E, HEADS=heads.count, RANK=rank, ROPE=rope,
+        BLOCK_R=block, BLOCK_P=tile_side(rope), PAGE=k_cache.shape[1], BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, TOKENS=tokens, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
-        _merge[(rows,)](partials, logs, out, rows, splits, RANK=rank, BLOCK_R=block, num_warps=4)
-    return out
+        _merge[(rows,)](partials, logs, out, sums, rows, splits, RANK=rank, BLOCK_R=block, num_warps=4)

@@ -86,7 +86,7 @@ class PrefixLaunch:
         tile = tile or prefix_tile(dtype, width, source)
         rows = len(queries.lengths) * queries.num_queries * (heads.count // heads.kv)
         programs = max(1, tile.resident * multiprocessors(cache.device) // heads.kv)
-        lines = _lines(rows, min(prefixes.groups.shape[1], len(queries.lengths) // 2), programs, tile)
+        lines = most_lines(rows, min(prefixes.groups.shape[1], len(queries.lengths) // 2), programs, tile)
         return cls(tile, source, programs, lines)
 
 
@@ -96,11 +96,11 @@ def prefix_bytes(sequences: int, n: int, groups: int, count: int, kv: int, dim: 
     width = 2 * tile_side(dim // 2)
     tile = prefix_tile(torch.bfloat16, width, "slots")
     programs = max(1, tile.resident * multiprocessors(device) // kv)
-    lines = _lines(sequences * n * (count // kv), min(groups, sequences // 2), programs, tile)
+    lines = most_lines(sequences * n * (count // kv), min(groups, sequences // 2), programs, tile)
     return kv * lines * (width + 1) * torch.float32.itemsize
 
 
-def _lines(rows: int, groups: int, programs: int, tile: PrefixTile) -> int:
+def most_lines(rows: int, groups: int, programs: int, tile: PrefixTile) -> int:
     """The most that there may be: splits are rounded down, but each tile has one, and the last tile of each group may
     have any number of rows."""
     return (programs + cdiv(rows, tile.block_m) + groups) * tile.block_m

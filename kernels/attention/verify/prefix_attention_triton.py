@@ -239,16 +239,17 @@ def merge_prefixes(
 ) -> None:
     """Write the average of what was found in the prefixes and in the rest, `own` float32 [T, count * dim] with the
     logarithms to base 2 of the sums of weights, `sums` [T, count], to `out` [T, count * dim]. Parts are added in the
-    order of the splits."""
+    order of the splits. dim: of values."""
     assert queries.prefixes is not None
-    rows = queries.num_queries * (heads.count // heads.kv)
-    tile = min(16, next_power_of_2(rows))
+    rows, dim = queries.num_queries * (heads.count // heads.kv), out.shape[1] // heads.count
+    most = 16 if dim <= 256 else 4  # as many as registers hold
+    tile = min(most, next_power_of_2(rows))
     merge_prefixes_kernel[(heads.kv * cdiv(rows, tile), len(queries.lengths))](
         own, sums, *found, work.places, queries.prefixes.lengths,
         None if queries.packed is None else queries.packed.firsts, out,
         queries.num_queries, found.sums.shape[1],
-        KV=heads.kv, GROUP=heads.count // heads.kv, DIM=heads.dim, HALF=tile_side(heads.dim // 2), ROWS=tile, PARTS=4,
-        num_warps=max(1, tile // 4), **pdl(out),
+        KV=heads.kv, GROUP=heads.count // heads.kv, DIM=dim, HALF=tile_side(dim // 2), ROWS=tile, PARTS=4,
+        num_warps=max(1, 4 * tile // most), **pdl(out),
     )  # fmt: skip
 
 

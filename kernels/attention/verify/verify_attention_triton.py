@@ -21,10 +21,11 @@ import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
-from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two, to_stored
+from specbatch.kernels.attention.stored_kv_triton import fp8_pairs
+from specbatch.kernels.attention.verify.new_keys_triton import LOG2E, NEW_KEYS, attend, attend_to_new_keys
 from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile, PrefixWork
 from specbatch.kernels.attention.verify.prefix_attention_triton import divide, merge_prefixes, prefix_attention
-from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
+from specbatch.kernels.attention.verify.rotated_heads_triton import whole_heads
 from specbatch.kernels.attention.verify.verify_attention_configs import (
     LEAST_SPLIT,
     Tile,
@@ -32,73 +33,21 @@ from specbatch.kernels.attention.verify.verify_attention_configs import (
     splits_for,
     tile_for,
 )
-from specbatch.kernels.common.kv_slots_triton import kv_slot
-from specbatch.kernels.common.pdl_triton import gdc_wait, let_next_kernel_start, pdl, wait_in_loop
+from specbatch.kernels.common.pdl_triton import (
+    fetch_to_l2,
+    gdc_wait,
+    let_next_kernel_start,
+    pdl,
+    wait_for_previous_kernel,
+    wait_in_loop,
+)
 from specbatch.kernels.common.sizes import cdiv, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
 
-_NEW = tl.constexpr(16)  # new keys a step; the smallest tile of `tl.dot`
+_AHEAD = tl.constexpr(2)  # steps of an FP8 cache that are fetched to the L2 before the wait
+_FETCH = tl.constexpr(64)  # bytes of a fetch to the L2
 _GRAIN = tl.constexpr(16)  # the keys of a split are a multiple of this
-_LOG2E = tl.constexpr(1.4426950408889634)
 _LEAST = tl.constexpr(LEAST_SPLIT)  # and at least this
-
-
-@triton.jit
-def _largest(x):
-    return tl.max(tl.abs(x.to(tl.float32)), 1)
-
-
-@triton.jit
-def _in_pairs(one, two):
-    """The first and the second channels of pairs [R, HALF], of heads that come as their halves."""
-    return tl.split(tl.reshape(whole_heads(one, two), (one.shape[0], one.shape[1], 2)))
-
-
-@triton.jit
-def _attend(q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weights, scale):
-    """One step of softmax(q k^T) v over keys k, v [N, D] where `seen`, in base 2; heads come as their halves.
-
-    one, two [M, D / 2]: halves of the output so far, to be divided by the sum of `weights` [M, N], which is left to the
-    end: it takes more than one warp. peak [M]: the largest score so far.
-    """
-    score = tl.dot(q_one, tl.trans(k_one.to(q_one.dtype)), input_precision="ieee")
-    score = tl.dot(q_two, tl.trans(k_two.to(q_one.dtype)), score, input_precision="ieee")
-    score = tl.where(seen, score * scale, float("-inf"))
-    top = tl.maximum(peak, tl.max(score, 1))
-    base = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen nothing yet
-    weight = tl.exp2(score - base[:, None])
-    fade = tl.exp2(peak - base)
-    weights = weights * fade[:, None] + weight
-    weight = weight.to(q_one.dtype)
-    one = tl.dot(weight, v_one.to(q_one.dtype), one * fade[:, None], input_precision="ieee")
-    two = tl.dot(weight, v_two.to(q_one.dtype), two * fade[:, None], input_precision="ieee")
-    return one, two, top, weights
-
-
-@triton.jit
-def _fresh(
-    qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, root, length, head, first, stop,
-    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    SHARED: tl.constexpr,
-):  # fmt: skip
-    """New keys from `first` on, not yet rotated unless SHARED: halves of K and of V, cosines and sines; 0 from `stop`
-    on. root: the row of the first query."""
-    new = first + tl.arange(0, _NEW)
-    there = new < stop
-    if SHARED:
-        stored = there & (length + new < capacity)
-        source = kv_slot(pages, length + new, PAGE, stored) * (KV * DIM) + head * DIM
-        one, two = halves(k_cache, source, stored, DIM, HALF)
-        v_one, v_two = halves(v_cache, source, stored, DIM, HALF)
-    else:
-        source = (root + new) * (KV * (GROUP + 2) * DIM) + (KV * GROUP + head) * DIM
-        one, two = halves(qkv, source, there, DIM, HALF)
-        v_one, v_two = halves(qkv, source + KV * DIM, there, DIM, HALF)
-    position = length + new
-    if positions is not None:
-        position = tl.load(positions + root + new, there, 0).to(tl.int32)
-    new_cos, new_sin = turn(cos, sin, position, there, DIM, HALF)
-    return one, two, v_one, v_two, new_cos, new_sin
 
 
 @triton.jit
@@ -112,7 +61,6 @@ def verify_attention_kernel(
 ):  # fmt: skip
     PADDED: tl.constexpr = 2 * HALF
     kept: tl.constexpr = k_cache.dtype.element_ty
-    WIDTH: tl.constexpr = KV * (GROUP if SHARED else GROUP + 2) * DIM  # of a row of qkv
     head = tl.program_id(0) % KV
     tile = tl.program_id(0) // KV
     split, splits = tl.program_id(1), tl.num_programs(1)
@@ -160,8 +108,6 @@ def verify_attention_kernel(
     word = node.to(tl.int64)
     if ancestors is not None:
         word = tl.load(ancestors + token, live, 0)
-    q_one = tl.zeros([BLOCK_M, HALF], wide)
-    q_two = tl.zeros([BLOCK_M, HALF], wide)
     if PAIRS:
         scale = tl.zeros([BLOCK_M, 1], tl.float32) + scale
     k_by, v_by = k_scale, v_scale
@@ -174,7 +120,30 @@ def verify_attention_kernel(
     two = tl.zeros([BLOCK_M, HALF], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(begin, tl.where(last, tl.maximum(end, begin + 1), end), BLOCK_N):
+    given = (
+        qkv, k_cache, v_cache, k_by, v_by, pages, positions, ancestors, q_norm, k_norm, k_offset, sinks, cos, sin, eps,
+        n, first_node, capacity, window, root, length, head, tile, last, row, position, word,
+    )  # fmt: skip
+    if PAIRS:
+        if (begin >= length) & (split < splits - 1):
+            return
+        # Attention to the new keys fills no registers of the loop, and the first old ones are on their way to the L2.
+        if PDL:
+            early = tl.maximum(tl.minimum(begin + tl.arange(0, _AHEAD * BLOCK_N), end - 1), 0)
+            ahead = (tl.load(pages + early // PAGE) * PAGE + early % PAGE)[:, None] * (KV * DIM) + head * DIM
+            ahead += tl.minimum(tl.arange(0, (PADDED + _FETCH - 1) // _FETCH) * _FETCH, DIM - 1)
+            fetch_to_l2(k_cache + ahead)
+            fetch_to_l2(v_cache + ahead)
+        wait_for_previous_kernel(PDL and prefixes is None)
+        q_one, q_two, scale, one, two, peak, weights = attend_to_new_keys(
+            given, scale, one, two, peak, weights, wide, KV, GROUP, DIM, HALF, PAGE, NEW, CAUSAL, SHARED
+        )
+        steps_end = end
+    else:
+        q_one = tl.zeros([BLOCK_M, HALF], wide)
+        q_two = tl.zeros([BLOCK_M, HALF], wide)
+        steps_end = tl.where(last, tl.maximum(end, begin + 1), end)
+    for start in range(begin, steps_end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         old = key < end
         here = old[:, None] & inside
@@ -189,65 +158,11 @@ def verify_attention_kernel(
             v_one, v_two = tl.load(v_cache + place, here, 0.0), tl.load(v_cache + place + DIM // 2, here, 0.0)
         page = tl.load(pages + (key + BLOCK_N) // PAGE, key + BLOCK_N < end, 0)
         # The pipeline asks for the first keys ahead of the loop, hence before the wait for the kernel in front.
-        if start == begin:
+        if not PAIRS and start == begin:
             wait_in_loop(PDL and prefixes is None)
-            query = token * WIDTH + (head * GROUP + row % GROUP) * DIM
-            x_one, x_two = halves(qkv, query, live, DIM, HALF)
-            q_cos, q_sin = turn(cos, sin, position, live, DIM, HALF)
-            fresh = _fresh(
-                qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, root, length, head, 0,
-                tl.where(last, n, 0), KV, GROUP, DIM, HALF, PAGE, SHARED,
-            )  # fmt: skip
-            q_one, q_two = rotate(x_one, x_two, q_cos, q_sin, q_norm, eps, DIM, HALF)
-            if PAIRS:
-                power, inverse = power_of_two(tl.maximum(_largest(q_one), _largest(q_two))[:, None])
-                q_one, q_two = _in_pairs((q_one * inverse).to(wide), (q_two * inverse).to(wide))
-                scale *= power
-            if last:
-                new_weights = tl.zeros([BLOCK_M, _NEW], tl.float32)
-                if sinks is not None:  # the first key, with a value of 0
-                    peak = tl.load(sinks + head * GROUP + row % GROUP) * _LOG2E
-                    new_weights += tl.where(tl.arange(0, _NEW) == 0, 1.0, 0.0)[None, :]
-                for chunk in tl.static_range(NEW):
-                    a, b, c, d, new_cos, new_sin = fresh
-                    if chunk + 1 < NEW:
-                        first = (chunk + 1) * _NEW
-                        fresh = _fresh(
-                            qkv, k_cache, v_cache, pages, capacity, cos, sin, positions, root, length, head, first,
-                            n, KV, GROUP, DIM, HALF, PAGE, SHARED,
-                        )  # fmt: skip
-                    # a, b: halves of the new keys; c, d: of the new values
-                    new = chunk * _NEW + tl.arange(0, _NEW)
-                    if not SHARED:
-                        a, b = rotate(a, b, new_cos, new_sin, k_norm, eps, DIM, HALF)
-                        if k_offset is not None:
-                            less_one, less_two = halves(k_offset, head * DIM + tl.zeros_like(new), new < n, DIM, HALF)
-                            a, b = a.to(tl.float32) - less_one, b.to(tl.float32) - less_two
-                        a, b = to_stored(a, k_by, kept), to_stored(b, k_by, kept)
-                        c, d = to_stored(c, v_by, kept), to_stored(d, v_by, kept)
-                        if tile == 0:
-                            stored = (new < n) & (length + new < capacity)
-                            slot = kv_slot(pages, length + new, PAGE, stored)
-                            free = slot[:, None] * (KV * DIM) + head * DIM + half
-                            fits = stored[:, None] & inside
-                            tl.store(k_cache + free, a, fits)
-                            tl.store(k_cache + free + DIM // 2, b, fits)
-                            tl.store(v_cache + free, c, fits)
-                            tl.store(v_cache + free + DIM // 2, d, fits)
-                    if PAIRS:
-                        a, b = _in_pairs(a.to(wide), b.to(wide))
-                        c, d = _in_pairs(c.to(wide), d.to(wide))
-                    visible = live[:, None] & (new < n)[None, :]
-                    if ancestors is not None:
-                        visible &= ((word[:, None] >> (first_node + new)[None, :]) & 1) == 1
-                    elif CAUSAL:
-                        visible &= new[None, :] <= node[:, None]
-                    if window is not None and ancestors is None:
-                        visible &= new[None, :] > (node - window)[:, None]
-                    one, two, peak, new_weights = _attend(
-                        q_one, q_two, a, b, c, d, visible, one, two, peak, new_weights, scale
-                    )
-                weights = tl.where(tl.arange(0, BLOCK_N) == 0, tl.sum(new_weights, 1)[:, None], 0.0)
+            q_one, q_two, _, one, two, peak, weights = attend_to_new_keys(
+                given, scale, one, two, peak, weights, wide, KV, GROUP, DIM, HALF, PAGE, NEW, CAUSAL, SHARED
+            )
         seen = old[None, :]
         if GROWN:
             at = key - (length - first_node)  # the node of the tree; negative: before it
@@ -258,9 +173,7 @@ def verify_attention_kernel(
             seen = seen & (near | ((at >= 0)[None, :] & (bit == 1)))
         elif window is not None:
             seen &= key[None, :] > (position - window)[:, None]
-        one, two, peak, weights = _attend(
-            q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weights, scale
-        )
+        one, two, peak, weights = attend(q_one, q_two, k_one, k_two, v_one, v_two, seen, one, two, peak, weights, scale)
 
     if (begin >= length) & (split < splits - 1):
         return
@@ -408,9 +321,9 @@ def _attention(
         positions if is_tree else None, ancestors,
         heads.q_norm, heads.k_norm, heads.k_offset, heads.sinks, heads.cos, heads.sin, partials, arrivals,
         None if sums is None or queries.prefixes is None else queries.prefixes.lengths, sums,
-        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * _LOG2E.value,
+        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * LOG2E.value,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=cdiv(n, _NEW.value),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=cdiv(n, NEW_KEYS.value),
         CAUSAL=causal, GROWN=first > 0, SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,
         maxnreg=tile.registers, **pdl(qkv),
     )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import pdl
+from specbatch.kernels.common.pdl_triton import fetch_to_l2, pdl
 from specbatch.kernels.common.sizes import cdiv
 from specbatch.kernels.gemm.split_k_triton import used_splits
 
@@ -58,14 +58,6 @@ def even_splits(most: int, steps: int) -> int:
     """At most so many programs for this number of steps over K: fewer if that gives all of them the same share, but
     more than half as many."""
     return next((splits for splits in range(most, most // 2, -1) if steps % splits == 0), most)
-
-
-@triton.jit
-def fetch_to_l2(at):
-    """Fetch what is at pointers to the L2 cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
+from specbatch.kernels.common.pdl_triton import fetch_to_l2, pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv
-from specbatch.kernels.gemm.quantized.few_rows_triton import MOST_ROWS, fetch_to_l2, rows_of_tile, store_rows
+from specbatch.kernels.gemm.quantized.few_rows_triton import MOST_ROWS, rows_of_tile, store_rows
 from specbatch.kernels.gemm.quantized.fragments_triton import chunk_in_fragment_order, fragment_rows
 from specbatch.kernels.gemm.quantized.int4 import Int4Tiles
 from specbatch.kernels.gemm.quantized.int4_tiles_triton import first_of_row, word_scale, word_zero

@@ -24,7 +24,7 @@ from specbatch.engine.device.verify_budget import BudgetedStep, VerifyBudget
 from specbatch.engine.schedule.draft_length import PROBED, DraftLength, announced
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.setup.cache_scales import stored_cache
-from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan, shares_prefixes
+from specbatch.engine.setup.memory_plan import kv_dtype_of, memory_plan, query_group, shares_prefixes
 from specbatch.engine.setup.prepare import Prepared, prepare
 from specbatch.engine.setup.step_times import measure_catch_up, measure_step_times
 from specbatch.errors import counted
@@ -35,7 +35,7 @@ from specbatch.memory.kv_cache import KVCache, bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, size_text
 from specbatch.memory.prefix_cache import PrefixCache
-from specbatch.memory.shared_prefixes import SharedPrefixPlanner
+from specbatch.memory.shared_prefixes import SharedPrefixPlanner, most_tokens
 from specbatch.memory.state_cache import StateCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
@@ -116,6 +116,11 @@ def _build(
         log("shared prefixes: steps read them once for all requests that share one, where that is faster")
     elif config.prefix_cache and config.deterministic:
         log("shared prefixes: steps read them for each request, as deterministic=True fixes the order of sums")
+    elif config.prefix_cache and not most_tokens(group := query_group(prepared.model)):
+        log(
+            f"shared prefixes: steps read them for each request, as {group} query heads of a KV head take longer to "
+            "multiply than to read"
+        )
     asked = config.speculation
     if counts_root(asked.draft_steps, asked.draft_topk, asked.draft_tokens):
         log(

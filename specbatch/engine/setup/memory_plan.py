@@ -12,6 +12,7 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.drafters.base import DraftPlan
 from specbatch.engine.setup.prepare import Prepared
 from specbatch.errors import SpecbatchError
+from specbatch.kernels.attention.latent.latent_attention_configs import latent_prefix_bytes
 from specbatch.kernels.attention.verify.prefix_attention_configs import prefix_bytes
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.dispatch import runs_kernels
@@ -19,7 +20,7 @@ from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, plan_memory
 from specbatch.memory.recurrent_state import state_bytes, state_types
-from specbatch.memory.shared_prefixes import MOST_GROUPS
+from specbatch.memory.shared_prefixes import MOST_GROUPS, most_tokens
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import token_bytes
 from specbatch.models.formats.fp8 import FP8Weights
@@ -87,17 +88,28 @@ class _Place(NamedTuple):
 
 
 def shares_prefixes(prepared: Prepared) -> bool:
-    """Whether decode steps read a prefix that several requests share once. It takes the Triton kernel of verify
-    attention, another order of sums than without sharing, and a target of which a layer sees all keys."""
+    """Whether decode steps read a prefix that several requests share once. It takes the Triton kernels of verify
+    attention, another order of sums than without sharing, and a target of which a layer sees all keys and whose query
+    heads of a KV head are not too many."""
     config, model = prepared.config, prepared.model
     if not config.prefix_cache or config.deterministic or not runs_kernels(_Place(prepared.device.type == "cuda")):
         return False
-    return bool(model.kv_layers) and not model.has_latents and model.largest_window is None
+    sees_all = bool(model.kv_layers) and model.largest_window is None
+    return sees_all and most_tokens(query_group(model)) > 0
+
+
+def query_group(model: ModelConfig) -> int:
+    """Query heads of a KV head."""
+    return model.num_heads // max(1, model.num_kv_heads)
 
 
 def _prefix_bytes(prepared: Prepared, running: int) -> int:
     config, model = prepared.config, prepared.model
-    rows, heads = config.speculation.num_drafts + 1, (model.num_heads, model.num_kv_heads, model.head_dim)
+    rows = config.speculation.num_drafts + 1
+    if model.has_latents:
+        rank = model.cache_dims[1]
+        return latent_prefix_bytes(running, rows, MOST_GROUPS, model.num_heads, rank, prepared.device)
+    heads = model.num_heads, model.num_kv_heads, model.head_dim
     return prefix_bytes(running, rows, MOST_GROUPS, *heads, prepared.device)
 
 

@@ -10,7 +10,7 @@ import torch
 from stand_ins import FakeRecorder
 
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
-from specbatch.drafters.feature_head import HeadPrefill, HeadPrefillGraphs
+from specbatch.drafters.head_prefill import HeadPrefill, HeadPrefillGraphs
 
 
 @pytest.mark.parametrize("algorithm", ["eagle", "eagle3", "mtp", "mtp of 3"])

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from crossed import crossed, slow_but
+from crossed import crossed, first_quick, slow_but
+from dtypes import DTYPES
+from shared_prefixes import shared
 
 from specbatch.kernels.attention.deterministic.span_latents_triton import span_latent_prefill, span_latent_verify
-from specbatch.kernels.attention.latent.latent_attention import LatentDecodeRef, latent_prefill_ref
-from specbatch.kernels.attention.latent.latent_attention_triton import (
-    LatentTile,
-    latent_prefill,
-    latent_verify,
-    token_slots,
+from specbatch.kernels.attention.latent.latent_attention import (
+    LatentDecodeRef,
+    latent_decode_attention,
+    latent_prefill_ref,
 )
+from specbatch.kernels.attention.latent.latent_attention_configs import (
+    LatentTile,
+    latent_prefix_bytes,
+    prefix_launch,
+)
+from specbatch.kernels.attention.latent.latent_attention_triton import latent_prefill, latent_verify, token_slots
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeAttention, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
+from specbatch.kernels.attention.verify.verify_attention import wrap_packed_rows
 from specbatch.kernels.common.kv_slots import kv_slots
+from specbatch.kernels.common.packed_rows import pack_rows
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
 
-PAGE, PAGES, WIDTH = 4, 40, 9
+PAGE, PAGES, WIDTH = 4, 60, 9
 # Query heads, rank, rotated channels, whether they are interleaved.
 LAYOUTS = {"one-head": (1, 16, 8, True), "odd": (5, 20, 6, False), "wide": (20, 32, 16, True)}
 
@@ -106,6 +115,100 @@ def test_an_fp8_cache(kernel: Kernel) -> None:
     compare(queries, heads, positions, kernel(queries, 1), scales=(1.3, 0.7))
 
 
+PREFIX_TILE = LatentTile(16, 16, 1, 1)
+TWO = [([0, 3, 4], 16), ([5, 1], 8)]  # sequences that share, and the keys of their prefix; the third has none
+
+
+def sharing(
+    count: int, *, first: int = 0, words: torch.Tensor | None = None, groups: list[tuple[list[int], int]] | None = None
+) -> DecodeQueries:
+    table = torch.zeros(7, WIDTH, dtype=torch.int64)
+    table[1:] = (torch.randperm(PAGES) + 1)[: 6 * WIDTH].view(6, WIDTH)
+    slots = torch.tensor([3, 1, 4, 2, 6, 5])
+    prefixes = shared(table, slots, TWO if groups is None else groups, PAGE)
+    lengths = torch.tensor([16, 8, 5, 28, 30, 27])
+    return DecodeQueries(table, slots, lengths, count, PAGE, None, words, first, prefixes=prefixes)
+
+
+def once(queries: DecodeQueries, splits: int) -> DecodeAttention:
+    options: dict[str, Any] = {"tile": LatentTile(16, 16, 1, 1), "prefix_tile": PREFIX_TILE, "works": {}}
+    return partial(latent_verify, queries, token_slots(queries), splits=splits, **options)
+
+
+def chain(queries: DecodeQueries) -> torch.Tensor:
+    return (queries.lengths[:, None] + torch.arange(queries.num_queries)).flatten()
+
+
+@pytest.mark.parametrize(("name", "count", "splits"), crossed(LAYOUTS, [1, 4], [1, 2]))
+def test_shared_prefixes(name: str, count: int, splits: int) -> None:
+    queries = sharing(count)
+    compare(queries, layout(name), chain(queries), once(queries, splits))
+
+
+@pytest.mark.parametrize(
+    "groups",
+    first_quick(
+        1, [[([0, 1], 4), ([3, 5, 4], 24)], [], [([0, 1], 4), ([3, 4], 28), ([2, 5], 4)], [([1, 4, 0, 5, 3], 8)]]
+    ),
+)
+def test_groups_of_many_items(groups: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles and splits; nothing shared."""
+    monkeypatch.setattr("specbatch.kernels.attention.verify.prefix_attention_triton.LEAST_KEYS", 4)
+    queries = sharing(3, groups=groups)
+    compare(queries, layout("wide"), chain(queries), once(queries, 2))
+
+
+@pytest.mark.parametrize("first", slow_but([2], [0, 2]))
+def test_a_tree_shares_prefixes(first: int) -> None:
+    words = ancestor_words(torch.tensor([[0, 0, 1, 1, 3], [0, 1, 2, 2, 0], [0, 0, 0, 1, 2]] * 2), 5)
+    queries = sharing(6 - first, first=first, words=words[:, first:].contiguous())
+    positions = (queries.lengths[:, None] + tree_depths(words))[:, first:].flatten()
+    compare(queries, layout("odd"), positions, once(queries, 2))
+
+
+@pytest.mark.parametrize(("dtype", "scales"), first_quick(1, [(DTYPES[-1], (0.5, 4.0)), (torch.float32, None)]))
+def test_an_fp8_cache_shares_prefixes(dtype: torch.dtype, scales: tuple[float, float] | None) -> None:
+    queries, heads = sharing(2), layout("odd")
+    heads.cos.fill_(1), heads.sin.fill_(0)
+    compare(queries, heads, chain(queries), once(queries, 2), torch.float8_e4m3fn, scales, dtype)
+
+
+def test_packed_rows_share_prefixes() -> None:
+    """As the engine prepares a pass: tiles of the rules, and divided work that layers have in common."""
+    counts, most, heads = [1, 3, 2, 4, 2, 1], 4, layout("odd")
+    queries = sharing(most)
+    packed = pack_rows(torch.tensor(counts), most, sum(counts))
+    queries = replace(queries, packed=packed)
+    positions, (k, v) = packed.pack(chain(queries)), caches(heads)
+    whole = replace(queries, prefixes=None)
+    reference = wrap_packed_rows(LatentDecodeRef(whole, heads.count, torch.float64), whole)
+    attend = latent_decode_attention(queries, heads.count, torch.float32)
+    for _ in range(2):
+        projected = torch.randn(len(positions), heads.width)
+        inputs = AttentionInputs(projected.double(), exact(heads), positions, k.double(), v.double())
+        expected = reference(inputs, Mask())
+        found = attend(AttentionInputs(projected, heads, positions, k, v), Mask())
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_that_seems_to_share() -> None:
+    """A recording warms up with rows of padding, while the table is that of requests."""
+    heads, queries = layout("odd"), sharing(2)
+    padding = replace(queries, slots=torch.zeros_like(queries.slots), lengths=torch.zeros_like(queries.lengths))
+    projected, (k, v) = torch.randn(12, heads.width), caches(heads)
+    assert once(padding, 2)(AttentionInputs(projected, heads, chain(padding), k, v), Mask()).isfinite().all()
+
+
+def test_memory_is_that_of_a_launch(device: torch.device) -> None:
+    queries = sharing(3)
+    lines = prefix_launch(queries, 16, 2).lines
+    assert latent_prefix_bytes(6, 3, 4, 16, 512, device) == (lines * 513 + 6 * 3 * 16 * 513) * 4
+
+
+def exact(heads: LatentLayout) -> LatentLayout:
+    return replace(heads, cos=heads.cos.double(), sin=heads.sin.double())
+
+
 def compare(
     queries: DecodeQueries,
     heads: LatentLayout,
@@ -113,21 +216,25 @@ def compare(
     attend: DecodeAttention,
     dtype: torch.dtype = torch.float32,
     scales: tuple[float, float] | None = None,
+    kind: torch.dtype = torch.float32,
 ) -> None:
-    """Slots of no earlier key are poisoned."""
+    """With float64. dtype: of the cache, kind: of all else. Slots of no earlier key are poisoned."""
     held = torch.zeros(PAGES + 1, PAGE, dtype=torch.bool)
     for slot, length in zip(queries.slots.tolist(), queries.lengths.tolist(), strict=True):
         key = torch.arange(length + queries.first_node)
         held[queries.page_table[slot, key // PAGE], key % PAGE] = True
-    projected, both = torch.randn(len(positions), heads.width), caches(heads)
-    projected = projected if dtype == torch.float32 else (2 * projected).round() / 2  # nothing is rounded
-    k, v = (cache.masked_fill(~held[..., None, None], torch.nan).to(dtype) for cache in both)
-    expected_k, expected_v = (cache.float().nan_to_num(0).to(dtype) for cache in (k, v))
-    reference = LatentDecodeRef(queries, heads.count, torch.float32)
+    projected, both, fp8 = torch.randn(len(positions), heads.width), caches(heads), dtype.itemsize == 1
+    projected = (projected if not fp8 else (2 * projected).round() / 2).to(kind)  # in FP8 nothing is rounded
+    stored = dtype if fp8 else kind
+    k, v = (cache.masked_fill(~held[..., None, None], torch.nan).to(stored) for cache in both)
+    expected_k, expected_v = (cache.double().nan_to_num(0).to(dtype if fp8 else torch.float64) for cache in (k, v))
+    reference = LatentDecodeRef(queries, heads.count, torch.float64)
     by = [] if scales is None else [torch.tensor([scale]) for scale in scales]
-    expected = reference(AttentionInputs(projected.clone(), heads, positions, expected_k, expected_v, *by), Mask())
-    found = attend(AttentionInputs(projected, heads, positions, k, v, *by), Mask())
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    wide = AttentionInputs(projected.double(), exact(heads), positions, expected_k, expected_v, *by)
+    heads = replace(heads, cos=heads.cos.to(kind), sin=heads.sin.to(kind))
+    expected, found = reference(wide, Mask()), attend(AttentionInputs(projected, heads, positions, k, v, *by), Mask())
+    tolerance = 1e-5 if kind == torch.float32 else 3e-3
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
     written = torch.zeros_like(held).flatten().index_fill(0, token_slots(queries), True).view_as(held)
     for cache, wanted in ((k, expected_k), (v, expected_v)):
         torch.testing.assert_close(cache.float()[written], wanted.float()[written], rtol=1e-6, atol=1e-6)

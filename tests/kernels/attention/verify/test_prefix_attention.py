@@ -10,9 +10,10 @@ import torch
 from crossed import first_quick, slow_but
 from dtypes import DTYPES
 from gluon_emulation import emulated
+from shared_prefixes import shared
 from verify_case import Case, tree
 
-from specbatch.kernels.attention.queries import Mask, SharedPrefixes
+from specbatch.kernels.attention.queries import Mask
 from specbatch.kernels.attention.verify import prefix_attention_gluon, verify_attention_triton
 from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile, prefix_bytes
 from specbatch.kernels.attention.verify.prefix_attention_triton import divide
@@ -26,19 +27,8 @@ LENGTHS = [40, 8, 13, 60, 36, 30]
 SMALL, PLAIN = PrefixTile(16, 16, 4, 1), Mask()
 
 
-def share(case: Case, groups: Groups, most: int = 4) -> None:
-    """Have sequences share pages, and say so as a step does."""
-    lengths, members = torch.zeros(2, len(case.rows), dtype=torch.int32)
-    table = torch.zeros(3, most, dtype=torch.int32)
-    taken = 0
-    for index, (sequences, keys) in enumerate(groups):
-        rows, pages = case.rows[sequences], keys // case.page_size
-        case.table[rows, :pages] = case.table[rows[0], :pages].clone()
-        lengths[sequences] = keys
-        members[taken : taken + len(sequences)] = torch.tensor(sequences)
-        table[:, index] = torch.tensor([taken, len(sequences), keys])
-        taken += len(sequences)
-    case.prefixes = SharedPrefixes(*(part.to(case.qkv.device) for part in (lengths, members, table)))
+def share(case: Case, groups: Groups) -> None:
+    case.prefixes = shared(case.table, case.rows, groups, case.page_size)
 
 
 @pytest.mark.parametrize("n", slow_but([5], [1, 4, 5, 16, 17]))
