@@ -119,15 +119,15 @@ def evaluate(
 
     specbatch eval gsm8k --configs baseline,v1,v2 --concurrency 1,8,32,128 --algorithm eagle3 --draft HEAD
 
-    specbatch eval one_digit_sums one_digit_choices --limit 40
-
-    specbatch eval gsm8k --engine http --base-url http://localhost:8000 --chat-template
+    specbatch eval gsm8k --engine http --base-url http://localhost:8000
 
     gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Results for each question go to the
     output folder. Text inside <think> is not scored. To continue an interrupted evaluation, run the same command with
     its folder as --out: only the missing answers are generated.
 
     Details:
+
+    specbatch eval one_digit_sums one_digit_choices --limit 40
 
     specbatch eval gsm8k --configs grid.toml --concurrency 1,8,32,128 --out out/grid
 
