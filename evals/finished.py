@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.core.sampling_params import SAMPLED
+from specbatch.errors import FailedError, reporting
 from specbatch.evals.options import MAX_NEW_TOKENS
 from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows
 from specbatch.records.metrics import METRICS
@@ -133,6 +135,32 @@ def finished_rows(
     if kept.path.exists() and not options.overwrite:
         kept.load()
     return kept
+
+
+@contextmanager
+def claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mapping[int, Row], Callable[[Row], None]]]:
+    """Lock the partial file, and yield its rows and a function that appends one. It is deleted if the block succeeds.
+    An interruption reports how many answers are kept."""
+    if kept is None:
+        yield {}, lambda row: None
+        return
+    works = "the same command with this --out continues"
+    with kept.claim(starts_over=overwrite) as keep:
+        try:
+            done = f"kept the finished answers ({{}}) in {kept.path}; {works}"
+            with reporting(lambda: kept.or_lost(done.format(len(kept.rows)))):
+                yield kept.rows, keep
+        except KeyboardInterrupt as stop:
+            if not kept.rows:
+                kept.remove()
+                stop.args = ()
+            raise
+        except FailedError as error:
+            if not kept.rows:
+                kept.remove()
+                error.kept = None
+            raise
+        kept.remove()
 
 
 def with_earlier(record: RunRecord, earlier: int, results: Sequence[Answer | Scored]) -> None:

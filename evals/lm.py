@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -37,6 +37,7 @@ from specbatch.text.chat_template import TemplateRefusal
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.engine.scoring import Likelihood, OnScore, Pair
+    from specbatch.text.tokenizer import Tokenizer
 
 
 class SpecBatchLM(TemplateLM):  # type: ignore[misc]
@@ -86,7 +87,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._chat_template = chat_template
         self._switch = {} if thinking is None else {"enable_thinking": thinking}
         self._think_end_token = think_end_token
-        tokenizer = getattr(engine, "tokenizer", None)  # of a server it may be unknown, which then encodes
+        tokenizer = cast("Tokenizer", getattr(engine, "tokenizer", None))  # of a server, which then encodes, unknown
         self._encoding = Encoding(tokenizer, add_bos_token, is_chat=chat_template)
         self._truncates = truncate_prompts
         self._chosen = sampling or {}

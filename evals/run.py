@@ -19,8 +19,8 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.engine_config import EngineConfig
-from specbatch.errors import FailedError, SpecbatchError, counted, refuse, reporting
-from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows, with_earlier
+from specbatch.errors import SpecbatchError, counted, refuse
+from specbatch.evals.finished import PARTIAL, Answer, Scored, claimed, finished_rows, with_earlier
 from specbatch.evals.lm_eval_files import save_lm_eval_files
 from specbatch.evals.lm_eval_process import quiet, template_errors
 from specbatch.evals.options import EvalOptions
@@ -168,7 +168,7 @@ class PreparedEval:
             return found
         self.check(engine)
         kept = kept or self.finished(asked_of(engine))
-        with _claimed(kept, options.overwrite) as (rows, keep):
+        with claimed(kept, options.overwrite) as (rows, keep):
             done = len(rows)
 
             def on_answer(answer: Answer | Scored, wanted: int) -> None:
@@ -419,29 +419,3 @@ def open_folder(folder: Path) -> None:
 
 def _not_empty(folder: Path) -> SpecbatchError:
     return refuse("output", str(folder), "exists and is not empty; name a new folder")
-
-
-@contextmanager
-def _claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mapping[int, Row], Callable[[Row], None]]]:
-    """Lock the partial file, and yield its rows and a function that appends one. It is deleted if the block succeeds.
-    An interruption reports how many answers are kept."""
-    if kept is None:
-        yield {}, lambda row: None
-        return
-    works = "the same command with this --out continues"
-    with kept.claim(starts_over=overwrite) as keep:
-        try:
-            done = f"kept the finished answers ({{}}) in {kept.path}; {works}"
-            with reporting(lambda: kept.or_lost(done.format(len(kept.rows)))):
-                yield kept.rows, keep
-        except KeyboardInterrupt as stop:
-            if not kept.rows:
-                kept.remove()
-                stop.args = ()
-            raise
-        except FailedError as error:
-            if not kept.rows:
-                kept.remove()
-                error.kept = None
-            raise
-        kept.remove()
