@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 NAME_LENGTH = 200  # of a model, which becomes the name of a folder
 VERSION = ("/version", "/server_info")  # vLLM, SGLang
 VLLM, SGLANG, LLAMACPP = "vllm", "sglang", "llamacpp"  # owned_by of their models
+NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_penalty": 1.0}
+LONGEST_PENALIZED = 2**20  # tokens: llama.cpp's server has no number for all, and a buffer of so many
 Messages = list[dict[str, Any]]
 Prompt = list[int] | str | Messages
 
@@ -346,10 +348,11 @@ class HttpEngine:
 
     def _penalties(self, params: SamplingParams) -> dict[str, Any]:
         """Penalties, also those that change nothing: vLLM and SGLang take a repetition penalty that is not sent from
-        the model's generation_config.json. llama.cpp has another name for it, and its own applies to 64 tokens."""
+        the model's generation_config.json. llama.cpp has another name for it, and looks at the last 64 tokens only."""
         found = {name: getattr(params, name) for name in ("presence_penalty", "frequency_penalty")}
         if self.kind == LLAMACPP:
-            return found | {"repeat_penalty": params.repetition_penalty, "repeat_last_n": -1}
+            found["repeat_penalty"] = params.repetition_penalty
+            return found if found == NO_PENALTIES else found | {"repeat_last_n": LONGEST_PENALIZED}
         return found | {"repetition_penalty": params.repetition_penalty}
 
     def _refuse_unsent(self, params: SamplingParams) -> None:

@@ -331,7 +331,7 @@ def test_server_without_logprobs_of_prompts(tiny, server, ask):
 def test_llama_cpp_gets_its_own_names(server, ask):
     server.kind = "llamacpp"
     ask("--gen-kwargs", "repetition_penalty=1.3")
-    assert {(body["repeat_penalty"], body["repeat_last_n"]) for _, body in server.bodies} == {(1.3, -1)}
+    assert {(body["repeat_penalty"], body["repeat_last_n"]) for _, body in server.bodies} == {(1.3, 2**20)}
     assert all("cache_prompt" not in body for _, body in server.bodies), "its prefix cache may be used"
     line = refusal(ask("--gen-kwargs", "min_new_tokens=3", out="min", exit_code=2))
     assert "llama.cpp's server has no such parameter" in line
