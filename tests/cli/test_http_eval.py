@@ -94,6 +94,8 @@ def test_answers_are_those_of_the_engine(tiny, server, ask, send):
 
     compared = call("compare", "ours", "out").stdout
     assert "strict-match exact_match" in compared
+    assert "differs: model: " in compared
+    assert " -> org/tiny" in compared
     Path("gate.toml").write_text(
         '[accuracy]\nfilter = "strict-match"\nunparsed_at_most = 1.0\n[answers]\nequal = true\n'
     )
