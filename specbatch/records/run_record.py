@@ -117,6 +117,11 @@ class RunRecord:
         return name
 
     @property
+    def of_server(self) -> bool:
+        """Whether the answers are those of a server over HTTP."""
+        return "server" in self.config
+
+    @property
     def error(self) -> str | None:
         """Why nothing was measured; None if it was. Some failed requests are no such reason, all of them are."""
         if (known := self.workload.get("error")) is not None or self.metrics.get("requests"):

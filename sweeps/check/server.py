@@ -96,7 +96,7 @@ def run_server(
     greedy |= {"ignore_eos": True} if options.random else {}
     if own is not None and not shown.ids:  # the text has to tell all tokens
         greedy["skip_special_tokens"] = False
-    is_llamacpp = engine.owned_by.startswith(_LLAMACPP)
+    is_llamacpp = engine.kind.startswith(_LLAMACPP)
     switches = is_llamacpp and baseline is None and own is None
     progress = Progress(report, len(prompts) * (3 + (baseline is not None or own is not None or switches)))
     engine.reset_record()

@@ -56,11 +56,14 @@ class Answer:
         self.index, self.prompt, self.max_tokens, self.text = index, prompt, max_tokens, text
         # A server that drops part of a prompt measures something else. A token has at least one byte.
         least, most = (len(prompt),) * 2 if text is None else (bool(text), len(text.encode("utf-8", "replace")))
+        self._size = f"{len(prompt)} tokens" if prompt or text is None else f"{len(text)} characters"
         self.prompt_range = (1, 2 * most + TEMPLATE_TOKENS) if templated else (least, most + SPECIAL_TOKENS)
         self.submitted = self.sent = submitted
         self.first: float | None = None
         self.last = submitted
-        self.texts: list[str] = []  # of the chunks that have one
+        self.texts: list[str] = []  # of the chunks
+        self.reasoning: list[str] = []  # that the server split off, of the chunks
+        self.pieces = 0  # chunks with some text
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.prompt_tokens: int | None = None
@@ -93,11 +96,12 @@ class Answer:
             return
         if not isinstance(choices, list) or not isinstance(choices[0], dict):
             raise Failed("the stream has a chunk that is not of a completion")
-        text, reason = _text_of(choices[0]), choices[0].get("finish_reason")
+        (reasoning, content), reason = _texts_of(choices[0]), choices[0].get("finish_reason")
+        text = reasoning + content
         if not isinstance(reason, str | None):
             raise Failed("the stream has a text or finish_reason that is not a string")
         if text:
-            self._take_text(text)
+            self._take_text(reasoning, content)
         if reason:
             self.finish_reason, self.finished = reason, now
         if usage is not None:
@@ -109,11 +113,13 @@ class Answer:
         if text or (reason and not self.counted):  # the end token of an answer has no text
             self._arrived(now)
 
-    def _take_text(self, text: str) -> None:
+    def _take_text(self, reasoning: str, text: str) -> None:
         if self.finish_reason is not None:
             raise Failed("the stream has text after its finish_reason")
         self.texts.append(text)
-        if len(self.texts) > self.max_tokens + 1:  # the last chunk may be text that was held back
+        self.reasoning.append(reasoning)
+        self.pieces += 1
+        if self.pieces > self.max_tokens + 1:  # the last chunk may be text that was held back
             raise Failed(f"the stream has more than {self.max_tokens + 1} chunks for max_tokens={self.max_tokens}")
 
     def _take_usage(self, usage: Any) -> None:
@@ -133,7 +139,7 @@ class Answer:
                 raise Failed(f"prompt_tokens of usage changed from {self.prompt_tokens} to {prompt}")
             least, most = self.prompt_range
             if not least <= prompt <= most:
-                raise Failed(f"usage has {prompt} prompt_tokens for a prompt of {len(self.prompt)} tokens")
+                raise Failed(f"usage has {prompt} prompt_tokens for a prompt of {self._size}")
             if total is not None and total != prompt + completion:
                 raise Failed(f"usage has {total} total_tokens, but {prompt} + {completion}")
             self.prompt_tokens = prompt
@@ -151,8 +157,8 @@ class Answer:
         tokens = self.completion_tokens
         if tokens is None:
             raise Failed("the stream has no usage (stream_options.include_usage), so tokens cannot be counted")
-        if not tokens or tokens < len(self.texts) - 1:
-            raise Failed(f"usage has {tokens} completion_tokens for {len(self.texts)} chunks of text")
+        if not tokens or tokens < self.pieces - 1:
+            raise Failed(f"usage has {tokens} completion_tokens for {self.pieces} chunks of text")
         if self.is_counted:  # an end token may come with the finish reason, uncounted
             self._count(tokens - self.counted, self.finished)
 
@@ -174,10 +180,9 @@ class Answer:
             accept_length=(tokens - 1) / verifies if verifies else None,
             itl_s=self._gaps() if self.is_counted else [],
         )
-        # Surrogates that JSON escapes: pairs are joined, others are replaced.
-        text = "".join(self.texts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        reason = self.finish_reason or "abort"
-        return Completion(self.index, list(self.prompt), [], text, reason, metrics, error=self.error)
+        text, reasoning = _joined(self.texts), _joined(self.reasoning) or None
+        reason, error = self.finish_reason or "abort", self.error
+        return Completion(self.index, list(self.prompt), [], text, reason, metrics, error=error, reasoning=reasoning)
 
     def _verifies(self, tokens: int) -> tuple[int, int, int]:
         """Verifies after the first token, and drafted and accepted tokens that count in the accept rate; zeros if they
@@ -210,17 +215,22 @@ class Answer:
         self.last = now
 
 
-def _text_of(choice: dict[str, Any]) -> str:
-    """The text of a chunk, of /v1/completions or of /v1/chat/completions, where reasoning has a field of its own: that
-    of vLLM is `reasoning`, that of SGLang `reasoning_content`."""
+def _texts_of(choice: dict[str, Any]) -> tuple[str, str]:
+    """Reasoning and text of a chunk of /v1/completions or /v1/chat/completions. The field of reasoning is `reasoning`
+    of vLLM, some releases of which repeat it as `reasoning_content`, the field of SGLang and llama.cpp."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
-        parts = [delta.get(name) or "" for name in ("reasoning", "reasoning_content", "content")]
+        reasoning, text = delta.get("reasoning") or delta.get("reasoning_content") or "", delta.get("content") or ""
     else:
-        parts = [choice.get("text") or ""]
-    if not all(isinstance(part, str) for part in parts):
+        reasoning, text = "", choice.get("text") or ""
+    if not isinstance(reasoning, str) or not isinstance(text, str):
         raise Failed("the stream has a text or finish_reason that is not a string")
-    return "".join(parts)
+    return reasoning, text
+
+
+def _joined(parts: list[str]) -> str:
+    """The text of chunks. Surrogates that JSON escapes: pairs are joined, others are replaced."""
+    return "".join(parts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _drafting_of(extension: Any) -> Drafting | None:

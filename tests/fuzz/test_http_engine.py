@@ -32,6 +32,7 @@ from specbatch.sweeps.http import client as http_client
 from specbatch.sweeps.http.answer import SPECIAL_TOKENS, Answer
 from specbatch.sweeps.http.client import Failed, parsed
 from specbatch.sweeps.http.engine import HttpEngine, Server
+from specbatch.sweeps.http.scoring import likelihood_of
 from specbatch.sweeps.http.server_counters import accepted, counters_of
 
 TOKENS = 6
@@ -114,6 +115,21 @@ def test_chunks_of_an_answer(fuzz: Fuzz) -> None:
         assert done.metrics.ttft_s is not None
         done.text.encode()
         fuzz.outcome("completed")
+
+
+def test_likelihoods(fuzz: Fuzz) -> None:
+    logprobs = {"token_logprobs": [None, -1.0, -2.0, -0.5], "top_logprobs": [None, {"a": -1.0}, {"b": -1.5}, {}]}
+    answer = {"choices": [{"text": "", "logprobs": logprobs, "finish_reason": "length"}]}
+    for random in fuzz.rounds(quick=400):
+        mutated = mutate_value(random, answer)
+        try:
+            found = likelihood_of(mutated, 1, 3)
+        except Failed:
+            fuzz.outcome("failed")
+            continue
+        assert math.isfinite(found.logprob)
+        assert type(found.is_greedy) is bool
+        fuzz.outcome("a likelihood")
 
 
 def test_counters(fuzz: Fuzz) -> None:
