@@ -30,12 +30,13 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import error_counts, most_at_once, peak_throughput, summarize
 from specbatch.sweeps.http import client as http_client
-from specbatch.sweeps.http.answer import Answer, Drafting, Timings
+from specbatch.sweeps.http.answer import Answer
 from specbatch.sweeps.http.client import CONNECT_S, ERRORS, Failed, StatusError, Unanswered, describe, events, parsed
 from specbatch.sweeps.http.prompt_text import PromptText
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.http.server_cache import ServerCache
 from specbatch.sweeps.http.server_counters import accepted, counters_of
+from specbatch.sweeps.http.verifies import Drafting, Timings
 from specbatch.sweeps.workload.workloads import SENT
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 
 NAME_LENGTH = 200  # of a model, which becomes the name of a folder
 VERSION = ("/version", "/server_info")  # vLLM, SGLang
-SGLANG = "sglang"  # owned_by of its models
+# By `owned_by` of the server's models, what asks it to report its verifies. vLLM does if it was started to.
+VERIFIES = {"sglang": "return_spec_tokens_details", "llamacpp": "timings_per_token"}
 Messages = list[dict[str, Any]]
 
 
@@ -69,8 +71,8 @@ class HttpEngine:
         self._messages: dict[tuple[int, ...], Messages] = {}
         self._texts: PromptText | None = None
         kind = found.get("owned_by")
-        self._is_sglang = kind == SGLANG
         owner = http_client.one_line(kind, NAME_LENGTH) if isinstance(kind, str) else ""
+        self._verifies = {VERIFIES[owner]: True} if owner in VERIFIES else {}
         self._cache = ServerCache(owner or None, lambda path: self._ask_text(path, method="POST"))
         if (version := self._version()) is not None:
             self.caps["server_version"] = version
@@ -122,7 +124,8 @@ class HttpEngine:
         self._before = counters_of(self._get_text("/metrics"))
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
-        """All work since `reset_record`. The accept length comes from the server's own counters over that time."""
+        """All work since `reset_record`. The accept length is what the server
+        reports of each request or, where it reports nothing, its own counters over that time."""
         window = self._closed - self._opened if self._opened is not None else 0.0
         metrics = summarize(self._completions, window, concurrency)
         metrics["peak_output_throughput"] = peak_throughput(self._per_second, window) if self._counts_chunks else None
@@ -232,13 +235,12 @@ class HttpEngine:
             "skip_special_tokens": params.skip_special_tokens,
             **_sampling(params),
             **self._cache.fields,
+            **self._verifies,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         if params.stop:
             body["stop"] = list(params.stop)
-        if self._is_sglang:
-            body["return_spec_tokens_details"] = True
         answer.sent = time.perf_counter()
         try:
             await self._stream(session, path, body, answer)
