@@ -4,39 +4,26 @@ right."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.sweeps.http.client import Failed, message_of, one_line
+from specbatch.sweeps.http.verifies import (
+    Drafting,
+    Progress,
+    Timings,
+    add_verifies,
+    count_of,
+    of_llamacpp,
+    of_sglang,
+    of_vllm,
+    progress_of,
+)
 
 SPECIAL_TOKENS = 8  # that a server may add to a prompt
-MOST_DRAFTS = 1_024  # positions of a histogram that are read
 TEMPLATE_TOKENS = 2_048  # that a server's chat template may add, such as a system prompt
 _BASE_BYTES, _TOKEN_BYTES = 2**20, 2**13  # of a stream, with the JSON around its tokens
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """The verifies of an answer, as SGLang counts them (`return_spec_tokens_details`): all with drafts, before tokens
-    after a stop are trimmed.
-
-    accepted_histogram   verifies that accepted 0, 1, 2, ... drafts
-    """
-
-    verifies: int
-    accepted: int
-    proposed: int
-    accepted_histogram: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Timings:
-    """The drafts of an answer, as llama.cpp counts them (`timings`): before tokens after a stop are trimmed."""
-
-    proposed: int
-    accepted: int
 
 
 class Answer:
@@ -73,7 +60,13 @@ class Answer:
         self.is_counted = True  # does every chunk have usage?
         self.arrivals: list[tuple[float, int]] = []  # of counted tokens: when, and how many
         self.finished = submitted  # when the finish reason arrived
-        self.drafting: Drafting | Timings | None = None  # by SGLang or llama.cpp
+        self._drafting: Drafting | None = None  # by vLLM or SGLang
+        self._progress: list[Progress] = []  # by llama.cpp
+
+    @property
+    def drafting(self) -> Drafting | Timings | None:
+        """What the server reported of its verifies."""
+        return self._drafting or of_llamacpp(self._progress)
 
     @property
     def most_bytes(self) -> int:
@@ -87,11 +80,9 @@ class Answer:
         usage, choices = chunk.get("usage"), chunk.get("choices")
         if usage is not None:
             self._take_usage(usage)
-        if extension := chunk.get("sglext"):
-            self.drafting = _drafting_of(extension) or self.drafting
-        if isinstance(timings := chunk.get("timings"), dict) and "predicted_n" in timings:
-            counts = (_count_of(timings, name, "timings") or 0 for name in ("draft_n", "draft_n_accepted"))
-            self.drafting = Timings(*counts)
+        self._drafting = of_vllm(chunk.get("metrics")) or of_sglang(chunk.get("sglext")) or self._drafting
+        if (progress := progress_of(chunk.get("timings"))) is not None:
+            self._progress.append(progress)
         if not choices:  # a last chunk, only of usage
             return
         if not isinstance(choices, list) or not isinstance(choices[0], dict):
@@ -125,8 +116,8 @@ class Answer:
     def _take_usage(self, usage: Any) -> None:
         if not isinstance(usage, dict):
             raise Failed("the stream has usage that is not an object")
-        prompt, completion = _count_of(usage, "prompt_tokens"), _count_of(usage, "completion_tokens")
-        total, details = _count_of(usage, "total_tokens"), usage.get("prompt_tokens_details")
+        prompt, completion = count_of(usage, "prompt_tokens"), count_of(usage, "completion_tokens")
+        total, details = count_of(usage, "total_tokens"), usage.get("prompt_tokens_details")
         if completion is None:
             raise Failed("usage has no completion_tokens")
         if completion > self.max_tokens:
@@ -143,7 +134,7 @@ class Answer:
             if total is not None and total != prompt + completion:
                 raise Failed(f"usage has {total} total_tokens, but {prompt} + {completion}")
             self.prompt_tokens = prompt
-        if isinstance(details, dict) and (cached := _count_of(details, "cached_tokens")) is not None:
+        if isinstance(details, dict) and (cached := count_of(details, "cached_tokens")) is not None:
             if cached > (self.prompt_tokens or 0):
                 raise Failed(f"usage has {cached} cached_tokens of {self.prompt_tokens} prompt_tokens")
             self.cached_tokens = cached
@@ -164,7 +155,6 @@ class Answer:
 
     def completion(self) -> Completion:
         tokens = self.completion_tokens or 0
-        verifies, drafted, accepted = self._verifies(tokens)
         metrics = RequestMetrics(
             prompt_tokens=len(self.prompt) if self.prompt_tokens is None else self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -173,27 +163,12 @@ class Answer:
             ttft_s=None if self.first is None else self.first - self.submitted,
             tpot_s=(self.last - self.first) / (tokens - 1) if self.first is not None and tokens > 1 else None,
             e2e_s=self.last - self.submitted,
-            verify_steps=verifies,
-            emitted=tokens - 1 if verifies else 0,
-            drafted=drafted,
-            accepted=accepted,
-            accept_length=(tokens - 1) / verifies if verifies else None,
             itl_s=self._gaps() if self.is_counted else [],
         )
+        add_verifies(metrics, self.drafting, max_tokens=self.max_tokens, ended_early=tokens != self.max_tokens)
         text, reasoning = _joined(self.texts), _joined(self.reasoning) or None
         reason, error = self.finish_reason or "abort", self.error
         return Completion(self.index, list(self.prompt), [], text, reason, metrics, error=error, reasoning=reasoning)
-
-    def _verifies(self, tokens: int) -> tuple[int, int, int]:
-        """Verifies after the first token, and drafted and accepted tokens that count in the accept rate; zeros if they
-        are unknown. Each verify of llama.cpp emits one token and the drafts that it accepted. It cuts drafts to fit
-        into the limit, but those that it accepted after another end count, too."""
-        if isinstance(self.drafting, Drafting):
-            return self.drafting.verifies, 0, 0
-        if self.drafting is None or (self.drafting.accepted and tokens != self.max_tokens):
-            return 0, 0, 0
-        verifies = tokens - 1 - self.drafting.accepted
-        return (verifies, self.drafting.proposed, self.drafting.accepted) if verifies > 0 else (0, 0, 0)
 
     def _gaps(self) -> list[float]:
         """Inter-token latencies: each token of an arrival has an equal share of the time since the one before."""
@@ -231,27 +206,3 @@ def _texts_of(choice: dict[str, Any]) -> tuple[str, str]:
 def _joined(parts: list[str]) -> str:
     """The text of chunks. Surrogates that JSON escapes: pairs are joined, others are replaced."""
     return "".join(parts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _drafting_of(extension: Any) -> Drafting | None:
-    """What SGLang counted of its verifies; None without any."""
-    details = extension.get("spec_tokens_details") if isinstance(extension, dict) else None
-    if not isinstance(details, dict):
-        return None
-    names = ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
-    verifies, accepted, proposed = (_count_of(details, name, "sglext") or 0 for name in names)
-    histogram = details.get("spec_correct_drafts_histogram") or []
-    if not isinstance(histogram, list):
-        raise Failed("sglext has spec_correct_drafts_histogram that is not a list")
-    counts = tuple(_count_of({"an item": count}, "an item", "sglext") or 0 for count in histogram[:MOST_DRAFTS])
-    return Drafting(verifies, accepted, proposed, counts) if verifies else None
-
-
-def _count_of(table: dict[str, Any], name: str, of: str = "usage") -> int | None:
-    """A count of the server, None without one. Raises Failed unless it is a whole number of at least 0."""
-    value = table.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise Failed(f"{of} has {name}={one_line(repr(value), 40)}, which is not a count")
-    return value

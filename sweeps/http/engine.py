@@ -33,13 +33,14 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import error_counts, most_at_once, peak_throughput, summarize
 from specbatch.sweeps.http import client as http_client
-from specbatch.sweeps.http.answer import Answer, Drafting, Timings
+from specbatch.sweeps.http.answer import Answer
 from specbatch.sweeps.http.client import CONNECT_S, ERRORS, Failed, StatusError, Unanswered, describe, events, parsed
 from specbatch.sweeps.http.prompt_text import PromptText
 from specbatch.sweeps.http.scoring import Scores
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.http.server_cache import ServerCache
 from specbatch.sweeps.http.server_counters import accepted, counters_of
+from specbatch.sweeps.http.verifies import Drafting, Timings
 from specbatch.sweeps.workload.workloads import SENT
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ VERSION = ("/version", "/server_info")  # vLLM, SGLang
 VLLM, SGLANG, LLAMACPP = "vllm", "sglang", "llamacpp"  # owned_by of their models
 NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_penalty": 1.0}
 LONGEST_PENALIZED = 2**20  # tokens: llama.cpp's server has no number for all, and a buffer of so many
+# By `HttpEngine.kind`, what asks it to report its verifies. vLLM does if it was started to.
+VERIFIES = {SGLANG: "return_spec_tokens_details", LLAMACPP: "timings_per_token"}
 Messages = list[dict[str, Any]]
 Prompt = list[int] | str | Messages
 
@@ -103,6 +106,7 @@ class HttpEngine:
         self._texts: PromptText | None = None
         owned = found.get("owned_by")
         self.kind = owner = http_client.one_line(owned, NAME_LENGTH) if isinstance(owned, str) else ""
+        self._verifies = {VERIFIES[owner]: True} if owner in VERIFIES else {}
         self._cache = ServerCache(owner or None, lambda path: self._ask_text(path, method="POST"), used=prefix_cache)
         if (version := self._version()) is not None:
             self.caps["server_version"] = version
@@ -177,7 +181,8 @@ class HttpEngine:
         self._before = counters_of(self._get_text("/metrics"))
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
-        """All work since `reset_record`. The accept length comes from the server's own counters over that time."""
+        """All work since `reset_record`. The accept length is what the server
+        reports of each request or, where it reports nothing, its own counters over that time."""
         window = self._closed - self._opened if self._opened is not None else 0.0
         metrics = summarize(self._completions, window, concurrency)
         metrics["peak_output_throughput"] = peak_throughput(self._per_second, window) if self._counts_chunks else None
@@ -300,6 +305,7 @@ class HttpEngine:
             **_sampling(params),
             **self._penalties(params),
             **self._cache.fields,
+            **self._verifies,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
@@ -309,8 +315,6 @@ class HttpEngine:
             body["stop_token_ids"] = list(params.stop_token_ids)
         if params.min_tokens:
             body["min_tokens"] = params.min_tokens
-        if self.kind == SGLANG:
-            body["return_spec_tokens_details"] = True
         answer.sent = time.perf_counter()
         try:
             await self._stream(session, path, body, answer)
