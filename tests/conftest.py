@@ -43,6 +43,9 @@ from specbatch.records import low_acceptance
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
 
+# Without a GPU, `torch.manual_seed` keeps a stack trace for each device that might come.
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
 settings.register_profile(
     "specbatch",
     deadline=None,
@@ -53,7 +56,7 @@ settings.register_profile(
 settings.load_profile("specbatch")
 
 # The runner makes all commands and their options again for each call, which takes longer than most of the calls.
-typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
+typer.main.get_command = typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
 
 # A shell has what it runs in the background ignore interruptions, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -118,7 +121,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Random inputs of a test without a generator of its own depend neither on the run nor on other tests."""
-    torch.manual_seed(0)
+    _seed(0)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -3,89 +3,21 @@ its bfloat16 matmuls are wrong)."""
 
 from __future__ import annotations
 
-import inspect
-import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
+import quick_interpreter
 import torch
-from assembly import create_inline_asm
 
 from specbatch.kernels import dispatch
 from specbatch.kernels.attention.verify import verify_attention_configs
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel's module is imported
-
-
-def _hasten_the_interpreter() -> None:
-    """Most of its time goes into patching the names of `triton.language` again at each function call, into broadcasts
-    between blocks of one shape, into building shapes and types again for each result, and into overflow checks, which
-    it reports in its debug mode only."""
-    from triton.language import core
-    from triton.language.semantic import TritonSemantic
-    from triton.runtime import interpreter
-
-    plain, met = interpreter.InterpretedFunction.__call__, set()
-
-    def call(function: Any, *arguments: Any, **settings: Any) -> Any:
-        if function.fn in met:  # already patched by the calling kernel or permanently
-            return function.rewrite()(*arguments, **settings)
-        met.add(function.fn)
-        return plain(function, *arguments, **settings)
-
-    interpreter.InterpretedFunction.__call__ = call
-
-    @cache
-    def names(package: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(package) if interpreter.tl.core.is_builtin(member)]
-
-    def patch_builtin(package: Any, *rest: Any) -> None:
-        for name in names(package):
-            member = getattr(package, name)
-            if interpreter.tl.core.is_builtin(member):  # not yet patched
-                interpreter._patch_attr(package, name, member, *rest)
-
-    interpreter._patch_builtin = patch_builtin
-    broadcast, type_init, np_dtype = (
-        TritonSemantic.broadcast_impl_value, core.block_type.__init__, cache(interpreter._get_np_dtype)
-    )  # fmt: skip
-
-    def broadcast_unless_equal(self: Any, lhs: Any, rhs: Any) -> Any:
-        blocks = lhs.type.is_block() and rhs.type.is_block()
-        return (lhs, rhs) if blocks and [*lhs.type.shape] == [*rhs.type.shape] else broadcast(self, lhs, rhs)
-
-    @cache
-    def shapes(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        """The shape of a tensor and its number of elements, as Triton holds them."""
-        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
-
-    def tensor_init(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shapes((*type.shape,) if type.is_block() else ())
-
-    types: dict[Any, Any] = {}
-
-    def block_type_init(self: Any, element_ty: Any, shape: Any) -> None:
-        key = element_ty.name, *(core._unwrap_if_constexpr(size) for size in shape)
-        if key not in types:
-            type_init(self, element_ty, shape)
-            types[key] = vars(self)
-        self.__dict__.update(types[key], element_ty=element_ty)
-
-    TritonSemantic.broadcast_impl_value = broadcast_unless_equal
-    core.tensor.__init__, core.block_type.__init__ = tensor_init, block_type_init
-    interpreter._get_np_dtype = lambda kind: np_dtype(core.uint64 if kind.scalar.is_ptr() else kind.scalar)
-    interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm  # it has none of its own
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 @pytest.hookimpl(tryfirst=True)  # before marks select
@@ -150,4 +82,4 @@ def assert_same(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], 
 
 
 if not torch.cuda.is_available() and find_spec("triton"):
-    _hasten_the_interpreter()
+    quick_interpreter.hasten()
