@@ -7,6 +7,9 @@ before are multiplied by its values. Blocks are taken from the last, which may n
 
 Block n of a program is in stage n % STAGES. The barriers of a stage are (k_ready, k_free, v_ready, v_free). Where
 k_free is None, the n-th completion of v_free frees the keys of block n and the values of block n - 1.
+
+Both kernels write out their producers and their first and last products: inlined from a function, with line
+information as by default, they get other registers.
 """
 
 from __future__ import annotations
@@ -54,8 +57,8 @@ def allocate_buffers(dtype: gl.constexpr, DIM: gl.constexpr, KEYS: gl.constexpr,
 
 
 @gluon.jit
-def _lines(at, offset, pages, end, KEYS: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr):
-    """Where the keys at, at + COPY, .. of a block are."""
+def lines_of_block(at, offset, pages, end, KEYS: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr):
+    """Where the keys at, at + COPY, .. of a block are: in pages of PAGE tokens, or after `offset` if PAGE is 0."""
     lines = ()
     for j in gl.static_range(KEYS // COPY):
         if PAGE == 0:
@@ -65,28 +68,6 @@ def _lines(at, offset, pages, end, KEYS: gl.constexpr, PAGE: gl.constexpr, COPY:
             line = gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // COPY * COPY
             lines += (line,)  # type: ignore[assignment]
     return lines
-
-
-@gluon.jit
-def load_blocks(
-    source, bufs, ready, free, done, blocks, head, low, high, offset, pages, LAG: gl.constexpr, PAGE: gl.constexpr,
-    COPY: gl.constexpr,
-):  # fmt: skip
-    """Copy the blocks of the keys low..high - 1, or of their values, COPY rows at a time: from pages of PAGE tokens, or
-    from row `offset` on if PAGE is 0. done: blocks so far; LAG: completions of `free` in excess of the block's number.
-    """
-    STAGES: gl.constexpr = bufs.type.shape[0]
-    KEYS: gl.constexpr = bufs.type.shape[1]
-    DIM: gl.constexpr = bufs.type.shape[2]
-    lines = _lines(low + (blocks - 1) * KEYS, offset, pages, high, KEYS, PAGE, COPY)
-    for i in range(blocks):
-        stage, freed = (done + i) % STAGES, done + i + LAG
-        mbarrier.wait(free.index(freed % STAGES), ((freed // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(stage), KEYS * DIM * 2)
-        for j in gl.static_range(KEYS // COPY):
-            place = bufs.index(stage).slice(j * COPY, COPY, 0)
-            copy_tile(source, [lines[j], head * DIM], ready.index(stage), place)
-        lines = _lines(low + gl.maximum(blocks - 2 - i, 0) * KEYS, offset, pages, high, KEYS, PAGE, COPY)
 
 
 @gluon.jit

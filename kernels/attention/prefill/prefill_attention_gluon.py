@@ -23,7 +23,8 @@ from specbatch.kernels.attention.attention_pipeline_gluon import (
     allocate_buffers,
     attend,
     causal,
-    load_blocks,
+    copy_tile,
+    lines_of_block,
     memory_layout,
     online_softmax,
     tensor_descriptors,
@@ -103,15 +104,26 @@ def _produce(
     source, bufs, ready, free, table, table_stride, tiles, num_tiles, page_table, page_stride, splits, turns,
     KV: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """Load the blocks of keys, or of values, of all tiles; from the tensor of the pass if PAGE is 0."""
+    """Copy the blocks of keys, or of values, of all tiles, COPY rows at a time: from pages of PAGE tokens, or from the
+    tensor of the pass if PAGE is 0."""
+    STAGES: gl.constexpr = bufs.type.shape[0]
     KEYS: gl.constexpr = bufs.type.shape[1]
+    DIM: gl.constexpr = bufs.type.shape[2]
     done = 0
     for turn in range(turns):
         head, _part, span, _first, _start, _stop, offset, low, high, blocks = _tile(
             turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW
         )
         pages = page_table + gl.load(table + 2 * table_stride + span) * page_stride
-        load_blocks(source, bufs, ready, free, done, blocks, head, low, high, offset, pages, 0, PAGE, COPY)
+        lines = lines_of_block(low + (blocks - 1) * KEYS, offset, pages, high, KEYS, PAGE, COPY)
+        for i in range(blocks):
+            stage = (done + i) % STAGES
+            mbarrier.wait(free.index(stage), (((done + i) // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), KEYS * DIM * 2)
+            for j in gl.static_range(KEYS // COPY):
+                place = bufs.index(stage).slice(j * COPY, COPY, 0)
+                copy_tile(source, [lines[j], head * DIM], ready.index(stage), place)
+            lines = lines_of_block(low + gl.maximum(blocks - 2 - i, 0) * KEYS, offset, pages, high, KEYS, PAGE, COPY)
         done += blocks
 
 

@@ -19,7 +19,8 @@ from specbatch.kernels.attention.attention_pipeline_gluon import (
     accumulator_layout,
     allocate_buffers,
     attend,
-    load_blocks,
+    copy_tile,
+    lines_of_block,
     memory_layout,
     online_softmax,
     tensor_descriptors,
@@ -41,14 +42,24 @@ def _produce(
     source, bufs, ready, free, page_table, slots, members, items, items_end, width, LAG: gl.constexpr,
     PAGE: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """Load the blocks of keys (LAG 0) or of values (1) of all items."""
+    """Copy the blocks of keys (LAG 0) or of values (1) of all items, COPY rows at a time."""
+    STAGES: gl.constexpr = bufs.type.shape[0]
     KEYS: gl.constexpr = bufs.type.shape[1]
+    DIM: gl.constexpr = bufs.type.shape[2]
     head, done = gl.program_id(0), 0
     for item in range(gl.program_id(1), items_end, gl.num_programs(1)):
         first, _count, _tile, low, high = _item(items, item)
         pages = page_table + gl.load(slots + gl.load(members + first)) * width
         blocks = gl.cdiv(high - low, KEYS)
-        load_blocks(source, bufs, ready, free, done, blocks, head, low, high, 0, pages, LAG, PAGE, COPY)
+        lines = lines_of_block(low + (blocks - 1) * KEYS, 0, pages, high, KEYS, PAGE, COPY)
+        for i in range(blocks):
+            stage, freed = (done + i) % STAGES, done + i + LAG
+            mbarrier.wait(free.index(freed % STAGES), ((freed // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), KEYS * DIM * 2)
+            for j in gl.static_range(KEYS // COPY):
+                place = bufs.index(stage).slice(j * COPY, COPY, 0)
+                copy_tile(source, [lines[j], head * DIM], ready.index(stage), place)
+            lines = lines_of_block(low + gl.maximum(blocks - 2 - i, 0) * KEYS, 0, pages, high, KEYS, PAGE, COPY)
         done += blocks
 
 
