@@ -207,7 +207,7 @@ def test_dry_run_lists_points_of_servers_without_times(run):
     assert "4 points of servers not included" in shown
 
 
-@pytest.mark.parametrize("sampling", [{"reasoning": ["<think>"]}, {"min_tokens": 2}, {"json_schema": True}])
+@pytest.mark.parametrize("sampling", [{"reasoning": ["<think>"]}, {"json_schema": True}])
 def test_a_dry_run_refuses_rows_that_are_not_sent_to_a_server(run, sampling):
     Path("grid.toml").write_text('[ours]\nspec = "off"\n[vllm]\nengine = "http"\nbase-url = "http://127.0.0.1:9"\n')
     write_prompts("x", {"prompt": "y", "sampling": sampling})
