@@ -43,7 +43,9 @@ def tile_for(rows: int, item: int, device: torch.device, *, fp8: bool = False) -
 @cache
 def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have; on a CPU as on Hopper."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else HOPPER
+    if device.type != "cuda":
+        return HOPPER
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
 
 
 def prefix_launch(
