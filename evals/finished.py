@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.core.sampling_params import SAMPLED
+from specbatch.errors import FailedError, reporting
 from specbatch.evals.options import MAX_NEW_TOKENS
 from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows
 from specbatch.records.metrics import METRICS
@@ -22,9 +24,11 @@ if TYPE_CHECKING:
     from specbatch.engine.scoring import Likelihood
     from specbatch.evals.options import EvalOptions
     from specbatch.records.run_record import RunRecord
+    from specbatch.sweeps.http.server import Server
 
 PARTIAL = "answers.partial.jsonl"
 Row = dict[str, Any]
+_OF_SERVER = ("model", "server", "tokenizer", "seed")  # what its answers depend on, beside what it was started with
 _ASKED = ("limit", "chat_template", "thinking", "think_end_token", "max_new_tokens")
 # Earlier versions wrote no such setting, so its default is left out.
 _SINCE = (
@@ -51,6 +55,7 @@ class Answer(NamedTuple):
             "doc_id": self.doc_id,
             "request": self.request,
             "text": done.text,
+            **({} if done.reasoning is None else {"reasoning": done.reasoning}),
             "token_ids": done.token_ids,
             **done.as_row(),
         }
@@ -60,7 +65,8 @@ class Answer(NamedTuple):
         numbers = {item.name: row[item.name] for item in fields(RequestMetrics)}
         metrics = RequestMetrics(**numbers | {"acceptance": Acceptance(**row["acceptance"])})
         done = (row["index"], prompt_token_ids, row["token_ids"], row["text"], row["finish_reason"], metrics)
-        return cls(row["doc_id"], row["request"], Completion(*done, seed=row.get("seed")))
+        completion = Completion(*done, seed=row.get("seed"), reasoning=row.get("reasoning"))
+        return cls(row["doc_id"], row["request"], completion)
 
 
 @dataclass(frozen=True)
@@ -101,7 +107,7 @@ def hash_of(request: Any) -> str:
 
 
 def finished_rows(
-    options: EvalOptions, num_fewshot: int | dict[str, int], config: EngineConfig, *, generates: bool
+    options: EvalOptions, num_fewshot: int | dict[str, int], config: EngineConfig | Server, *, generates: bool
 ) -> PartialRows:
     """The file of finished results in the output folder of `options`, with the rows of an interrupted run.
 
@@ -118,7 +124,7 @@ def finished_rows(
         **{name: getattr(options, name) for name in (*_ASKED, *SAMPLED)},
         **{name: value for name in _SINCE if (value := getattr(options, name)) not in (None, usual[name])},
         **({"default_max_new_tokens": MAX_NEW_TOKENS} if options.max_new_tokens is None else {}),
-        **{name: settings[name] for name in MAKES_TOKENS},
+        **{name: settings.get(name) for name in (_OF_SERVER if "server" in settings else MAKES_TOKENS)},
     }
 
     def is_row(row: Row) -> bool:
@@ -129,6 +135,32 @@ def finished_rows(
     if kept.path.exists() and not options.overwrite:
         kept.load()
     return kept
+
+
+@contextmanager
+def claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mapping[int, Row], Callable[[Row], None]]]:
+    """Lock the partial file, and yield its rows and a function that appends one. It is deleted if the block succeeds.
+    An interruption reports how many answers are kept."""
+    if kept is None:
+        yield {}, lambda row: None
+        return
+    works = "the same command with this --out continues"
+    with kept.claim(starts_over=overwrite) as keep:
+        try:
+            done = f"kept the finished answers ({{}}) in {kept.path}; {works}"
+            with reporting(lambda: kept.or_lost(done.format(len(kept.rows)))):
+                yield kept.rows, keep
+        except KeyboardInterrupt as stop:
+            if not kept.rows:
+                kept.remove()
+                stop.args = ()
+            raise
+        except FailedError as error:
+            if not kept.rows:
+                kept.remove()
+                error.kept = None
+            raise
+        kept.remove()
 
 
 def with_earlier(record: RunRecord, earlier: int, results: Sequence[Answer | Scored]) -> None:

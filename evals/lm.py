@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -36,7 +36,8 @@ from specbatch.text.chat_template import TemplateRefusal
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
-    from specbatch.engine.scoring import Likelihood
+    from specbatch.engine.scoring import Likelihood, OnScore, Pair
+    from specbatch.text.tokenizer import Tokenizer
 
 
 class SpecBatchLM(TemplateLM):  # type: ignore[misc]
@@ -86,7 +87,8 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._chat_template = chat_template
         self._switch = {} if thinking is None else {"enable_thinking": thinking}
         self._think_end_token = think_end_token
-        self._encoding = Encoding(engine.tokenizer, add_bos_token, is_chat=chat_template)
+        tokenizer = cast("Tokenizer", getattr(engine, "tokenizer", None))  # of a server, which then encodes, unknown
+        self._encoding = Encoding(tokenizer, add_bos_token, is_chat=chat_template)
         self._truncates = truncate_prompts
         self._chosen = sampling or {}
         self._concurrency = concurrency
@@ -150,9 +152,10 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
             for place, (item, generation) in enumerate(zip(requests, asked, strict=True))
         ]
         budgets = [one.max_new_tokens for one in params]
-        tokens = self._fitted_prompts(requests, [self._encoding.prompt(item.args[0]) for item in requests], budgets)
+        prompts = self._prompts_of(requests, budgets)
         hashes = [hash_of(item.args) for item in requests]
         rows = [self._row(first + place, digest) for place, digest in enumerate(hashes)]
+        tokens = [one if _is_ids(one) else [] for one in prompts]
         done = {place: Answer.from_row(row, tokens[place]) for place, row in enumerate(rows) if row is not None}
         missing = [place for place in range(len(requests)) if place not in done]
 
@@ -163,18 +166,12 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
             if self._on_answer is not None:
                 self._on_answer(answer_of_place(missing[completion.index], completion), len(requests))
 
-        completions = self._engine.generate(
-            [tokens[place] for place in missing],
-            [params[place] for place in missing],
-            concurrency=self._concurrency,
-            on_completion=finished,
+        completions = self._generate(
+            [prompts[place] for place in missing], [params[place] for place in missing], finished
         )
         done |= {place: answer_of_place(place, one) for place, one in zip(missing, completions, strict=True)}
         answers = [done[place] for place in range(len(requests))]
-        texts = [
-            self._text(answer.completion, request.args[0], generation.stops)
-            for request, answer, generation in zip(requests, answers, asked, strict=True)
-        ]
+        texts = self._texts([answer.completion for answer in answers], requests, asked)
         self.answers += answers
         for request, text in zip(requests, texts, strict=True):
             self.prompts.append(request.args[0])
@@ -226,7 +223,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         texts = []
         for place, request in enumerate(requests):
             windows = get_rolling_token_windows(
-                self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self._longest, context_len=1
+                self.tok_encode(request.args[0]), self.prefix_token_id, max_seq_len=self._longest_scored, context_len=1
             )
             parts = enumerate(map(make_disjoint_window, windows))
             texts += [(place, (request, part, context, continuation)) for part, (context, continuation) in parts]
@@ -242,6 +239,11 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     @property
     def _longest(self) -> int:
         return int(self._engine.caps["max_model_len"])
+
+    @property
+    def _longest_scored(self) -> int:
+        """Tokens of a text to score, without its last one."""
+        return self._longest
 
     def _score(self, texts: list[tuple[Instance, int, list[int], list[int]]]) -> list[Likelihood]:
         """Scores of (request, part, context, continuation)."""
@@ -261,7 +263,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
                 self._on_answer(scored_place(missing[index], likelihood), len(texts))
 
         pairs = [(texts[place][2], texts[place][3]) for place in missing]
-        found = self._engine.score(pairs, on_score=scored) if pairs else []
+        found = self._likelihoods(pairs, scored) if pairs else []
         done |= {place: scored_place(place, one) for place, one in zip(missing, found, strict=True)}
         every = [done[place] for place in range(len(texts))]
         self.scored += every
@@ -286,16 +288,45 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         """Drop the beginning of a context that is too long for the model."""
         if not context or not continuation:
             raise self._misfit(request, f"a {'continuation' if context else 'context'} without tokens")
-        if len(continuation) > self._longest:
+        if len(continuation) > self._longest_scored:
             works = f"question {request.doc_id} of {self._task} has a continuation of {len(continuation)} tokens"
             raise refuse("max_model_len", self._longest, f"{works}; use at least {len(continuation)}")
-        excess = max(0, len(context) + len(continuation) - (self._longest + 1))
+        excess = max(0, len(context) + len(continuation) - (self._longest_scored + 1))
         self.cut += excess > 0
         return context[excess:], continuation
 
     def _misfit(self, request: Instance, what: str) -> SpecbatchError:
         works = f"question {request.doc_id} has {what} and cannot be scored; fix that row, or use another task"
         return refuse("task", self._task, works)
+
+    # -- what differs by engine -----------------------------------------------------------------------------------
+
+    def _prompts_of(self, requests: list[Instance], budgets: list[int]) -> list[Any]:
+        """What the engine gets as the prompts of requests, whose answers have at most `budgets` tokens."""
+        return self._fitted_prompts(requests, [self._encoding.prompt(item.args[0]) for item in requests], budgets)
+
+    def _generate(
+        self, prompts: list[Any], params: list[SamplingParams], on_completion: Callable[[Completion], None]
+    ) -> list[Completion]:
+        return self._engine.generate(prompts, params, concurrency=self._concurrency, on_completion=on_completion)
+
+    def _likelihoods(self, pairs: Sequence[Pair], on_score: OnScore) -> list[Likelihood]:
+        return self._engine.score(pairs, on_score=on_score)
+
+    def _texts(self, completions: list[Completion], requests: list[Instance], asked: list[Generation]) -> list[str]:
+        """What is scored of the answers."""
+        each = zip(completions, requests, asked, strict=True)
+        return [self._text(done, request.args[0], generation.stops) for done, request, generation in each]
+
+    def _stop_of_model(self) -> str:
+        """A text that ends every answer: as in lm-eval, that of the eos token."""
+        return self._encoding.end
+
+    def _model_values(self) -> dict[str, Any]:
+        """Of the model's generation_config.json."""
+        return generation_config(self._engine.config)
+
+    # -- of this engine -------------------------------------------------------------------------------------------
 
     @cached_property
     def _reasoning(self) -> Reasoning:
@@ -318,17 +349,17 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         return str(postprocess_generated_text(text, list(stops), None))
 
     def _generation(self, wanted: dict[str, Any]) -> Generation:
-        """What a task's generation arguments ask for. As in lm-eval the text of the eos token is a stop string, too."""
+        """What a task's generation arguments ask for."""
         key = json.dumps(wanted, default=repr)
         if key not in self._generations:
             found = generation_of(wanted, ("task", self._task), self._chosen, self._max_new_tokens)
-            stops = dict.fromkeys([*found.stops, *filter(None, [self._encoding.end])])
+            stops = dict.fromkeys([*found.stops, *filter(None, [self._stop_of_model()])])
             self._generations[key] = found._replace(stops=tuple(stops))
         return self._generations[key]
 
     def _note_arguments(self, asked: list[Generation], params: list[SamplingParams]) -> None:
         """Keep how answers were sampled, and note arguments that have no effect, or that lm-eval would have added."""
-        values = generation_config(self._engine.config)
+        values = self._model_values()
         for place, (one, own) in enumerate(zip(asked, params, strict=True)):
             if place and one is asked[place - 1]:
                 continue
@@ -347,19 +378,21 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         """The parameters of a request. Its seed depends on its index and not on which requests an earlier run had
         finished."""
         reasoning, hidden = self._reasoning, self._engine.tokenizer.hidden
-        reasons = (
-            self._think_end_token is not None
-            or reasoning.is_opened_by(prompt)
-            or (self._chat_template and reasoning.may_open(prompt))
-        )
         return SamplingParams(
             **asked.params,
-            stop=() if reasons else asked.stops,
+            stop=() if self._reasons(prompt) else asked.stops,
             stop_token_ids=tuple(hidden[stop] for stop in asked.stops if stop in hidden),
             reasoning=reasoning.opens,
             skip_special_tokens=not (reasoning.hidden or self._shows(asked.stops)),
             seed=row_seed(self._engine.config.seed, index),
         )
+
+    def _reasons(self, prompt: str) -> bool:
+        """Whether the answer to a prompt may begin inside reasoning."""
+        reasoning = self._reasoning
+        if self._think_end_token is not None or reasoning.is_opened_by(prompt):
+            return True
+        return self._chat_template and reasoning.may_open(prompt)
 
     def _fitted_prompts(
         self, requests: list[Instance], prompts: list[list[int]], budgets: list[int]
@@ -381,6 +414,10 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
                 f"tokens and up to {budgets[place]} answer tokens; use at least {needed}, {works}",
             )
         return prompts
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and not (prompt and isinstance(prompt[0], dict))
 
 
 def _meet(one: str, other: str) -> bool:

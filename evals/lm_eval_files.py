@@ -56,7 +56,7 @@ def save_lm_eval_files(
     folder: Path,
     results: Sequence[Mapping[str, Any]],
     record: RunRecord,
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     options: EvalOptions,
     started: float,
 ) -> None:
@@ -64,6 +64,7 @@ def save_lm_eval_files(
 
     results   what each `lm_eval.evaluate` of the run returned, with samples; a task that several have is that of the
               first
+    tokenizer  None: not known, of a server's model
     started   when the run began, in seconds since 1970
     Raises UnwritableError.
     """
@@ -143,6 +144,8 @@ def _date_of(results: Path) -> str:
 
 def model_args(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a record that are not the defaults, as `--model_args` of lm-eval's command takes them."""
+    if "server" in config:
+        return {"model": config["model"], "base_url": config["device"], "send": config["send"]}
     found = {"pretrained": config["model"]}
     speculation: dict[str, Any] = config["speculation"]
     if speculation["algorithm"] != _DEFAULTS["speculation"]["algorithm"]:
@@ -155,7 +158,8 @@ def model_args(config: Mapping[str, Any]) -> dict[str, Any]:
 def model_info(record: RunRecord) -> dict[str, Any]:
     """What lm-eval's `results["config"]` has about the model: its dtype, and how fast it answered."""
     numbers = {name: record.metrics[name] for name in _NUMBERS if record.metrics.get(name) is not None}
-    return {"model_dtype": f"torch.{record.caps['dtype']}", **numbers}
+    prefix = "" if "server" in record.config else "torch."
+    return {"model_dtype": f"{prefix}{record.caps['dtype']}", **numbers}
 
 
 def _other(settings: Mapping[str, Any], defaults: Mapping[str, Any], without: Sequence[str] = ()) -> dict[str, Any]:
@@ -218,17 +222,20 @@ def _environment(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _tokenizer(tokenizer: Tokenizer, record: RunRecord) -> dict[str, Any]:
+def _tokenizer(tokenizer: Tokenizer | None, record: RunRecord) -> dict[str, Any]:
     """As `lm_eval.loggers.utils.add_tokenizer_info`."""
+    longest = record.caps.get("max_model_len")
+    if tokenizer is None:
+        return {"max_length": longest}
     info = TokenizerInfo(tokenizer)
     tokens = {
         f"tokenizer_{name}_token": [getattr(info, f"{name}_token"), str(getattr(info, f"{name}_token_id"))]
         for name in ("pad", "eos", "bos")
     }
-    return {**tokens, "eot_token_id": tokenizer.eos_id, "max_length": record.caps["max_model_len"]}
+    return {**tokens, "eot_token_id": tokenizer.eos_id, "max_length": longest}
 
 
-def _tracked(model: str, options: EvalOptions, tokenizer: Tokenizer, started: float) -> dict[str, Any]:
+def _tracked(model: str, options: EvalOptions, tokenizer: Tokenizer | None, started: float) -> dict[str, Any]:
     """The fields of lm-eval's `GeneralConfigTracker`."""
     from lm_eval.loggers.evaluation_tracker import GeneralConfigTracker
 
@@ -237,7 +244,7 @@ def _tracked(model: str, options: EvalOptions, tokenizer: Tokenizer, started: fl
         model_source=MODEL,
         model_args={"pretrained": model},
         system_instruction=options.system_instruction,
-        chat_template=tokenizer.chat_template if options.chat_template else None,
+        chat_template=tokenizer.chat_template if tokenizer is not None and options.chat_template else None,
         fewshot_as_multiturn=options.as_multiturn if options.chat_template else None,
     )
     return asdict(tracker) | {_SECONDS: str(time.time() - started)}

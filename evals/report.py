@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from specbatch.config.engine_config import Speculation
+from specbatch.config.speculation import Speculation
 from specbatch.core.request import INCOMPLETE
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import counted, shown
@@ -166,17 +166,21 @@ class EvalReport(EvalAnswers):
             form += f", thinking {'on' if self.thinking else 'off'}"
         if self.think_end_token is not None:
             form += f", scored after {self.think_end_token!r}"
-        by = f"Speculation: {Speculation(**config['speculation'])}."
+        is_known = "server" not in config or config["speculation_known"]
+        by = f" Speculation: {Speculation(**config['speculation'])}." if is_known else ""
         answers = f" Answers: up to {self.max_new_tokens} tokens, {self.sampled}."
         if self.gen_kwargs is not None:
             answers += f" gen_kwargs: {self.gen_kwargs}."
         if self.generates and self.scores_texts:
             answers += " Given texts were scored without drafts."
         elif not self.generates:
-            by, answers = "Given texts were scored; nothing was generated or drafted.", ""
+            by, answers = " Given texts were scored; nothing was generated or drafted.", ""
         replicas = f" in {self.record.replicas} replicas" if self.record.replicas > 1 else ""
         mode = ", deterministic" if self.record.is_deterministic else ""
-        yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}{replicas}{mode}. {by}"
+        if server := config.get("server"):
+            yield f"Model: {config['model']} of a {server}.{by}"
+        else:
+            yield f"Model: {config['model']}, {caps['dtype']} on {caps['device']}{replicas}{mode}.{by}"
         part = f", from question {self.offset} on" if self.offset else ""
         yield f"Data: {self.data_source}{part}. Few-shot examples: {self.examples}."
         if self.warning:

@@ -72,7 +72,11 @@ def answer_rows(verdicts: dict[int, dict[str, Any]], answers: list[Answer]) -> l
     repeats: dict[int, int] = {}
     for doc_id, _, completion in answers:
         repeat = repeats[doc_id] = repeats.get(doc_id, -1) + 1
-        answer = {"text": completion.text, "token_ids": completion.token_ids}
+        answer: dict[str, Any] = {"text": completion.text}
+        if completion.token_ids or not completion.text:  # a server gives no tokens
+            answer["token_ids"] = completion.token_ids
+        if completion.reasoning is not None:
+            answer["reasoning"] = completion.reasoning
         numbers = {name: value for name, value in completion.as_row().items() if name not in _LONG}
         rows.append({"doc_id": doc_id, "repeat": repeat, **verdicts[doc_id], **answer, **numbers})
     return rows

@@ -19,16 +19,17 @@ import hashlib
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.errors import SpecbatchError, counted, refuse, reporting
-from specbatch.evals.finished import PARTIAL, Answer, Row, Scored, finished_rows, with_earlier
+from specbatch.config.engine_config import EngineConfig
+from specbatch.errors import SpecbatchError, counted, refuse
+from specbatch.evals.finished import PARTIAL, Answer, Scored, claimed, finished_rows, with_earlier
 from specbatch.evals.lm_eval_files import save_lm_eval_files
 from specbatch.evals.lm_eval_process import quiet, template_errors
 from specbatch.evals.options import EvalOptions
@@ -39,11 +40,12 @@ from specbatch.evals.task import GENERATING, ROLLING, EvalTask, load_tasks
 from specbatch.files.atomic_file import writing
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.store import RECORD
+from specbatch.sweeps.http.server import Server
 from specbatch.weights import open_checkpoint
 
 if TYPE_CHECKING:
-    from specbatch.config.engine_config import EngineConfig
     from specbatch.engine.interface import InferenceEngine
+    from specbatch.sweeps.http.engine import HttpEngine
     from specbatch.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
@@ -89,8 +91,8 @@ class PreparedEval:
         chosen = self.task.chosen(self.options)
         return max(sum(len(chosen[name]) * int(one.config.repeats) for name, one in self.task.tasks.items()), 1)
 
-    def finished(self, config: EngineConfig) -> PartialRows | None:
-        """The answers of an interrupted run with engine `config`; None without an output folder.
+    def finished(self, config: EngineConfig | Server) -> PartialRows | None:
+        """The answers of an interrupted run with engine or server `config`; None without an output folder.
 
         Refused: answers that were made with other settings.
         """
@@ -98,8 +100,9 @@ class PreparedEval:
             return None
         return finished_rows(self.options, self.task.num_fewshot, config, generates=self.task.generates)
 
-    def complete(self, config: EngineConfig) -> EvalReport | None:
-        """The report of this evaluation with engine `config`, if an earlier run has finished it in the output folder.
+    def complete(self, config: EngineConfig | Server) -> EvalReport | None:
+        """The report of this evaluation with engine or server `config`, if an earlier run has finished it in the output
+        folder.
 
         Refused: the report of another evaluation, and `overwrite`, as results are never overwritten.
         """
@@ -144,7 +147,7 @@ class PreparedEval:
 
     def run(
         self,
-        engine: InferenceEngine,
+        engine: InferenceEngine | HttpEngine,
         progress: Progress | None = None,
         kept: PartialRows | None = None,
         log: Log | None = None,
@@ -158,16 +161,14 @@ class PreparedEval:
         resolved
         log: gets the prompts that `write_out` asks for
         """
-        from specbatch.evals.lm import SpecBatchLM
-
         options = self.options
-        self.engine_config(engine.config)
-        if (found := self.complete(engine.config)) is not None:
+        if isinstance(engine.config, EngineConfig):
+            self.engine_config(engine.config)
+        if (found := self.complete(asked_of(engine))) is not None:
             return found
-        if options.chat_template and not engine.tokenizer.has_chat_template:
-            raise refuse("chat_template", True, "the model's tokenizer has no chat template; leave it out")
-        kept = kept or self.finished(engine.config)
-        with _claimed(kept, options.overwrite) as (rows, keep):
+        self.check(engine)
+        kept = kept or self.finished(asked_of(engine))
+        with claimed(kept, options.overwrite) as (rows, keep):
             done = len(rows)
 
             def on_answer(answer: Answer | Scored, wanted: int) -> None:
@@ -178,7 +179,7 @@ class PreparedEval:
                 if progress is not None:
                     progress(done, wanted + self._others(answer))
 
-            model = SpecBatchLM(
+            model = _adapter(engine)(
                 engine,
                 options.task,
                 **options.of_model,
@@ -195,8 +196,20 @@ class PreparedEval:
             if options.output is not None:
                 report.record.workload[JOB] = self._job(kept)
                 report.save(options.output)
-                save_lm_eval_files(options.output, [results], report.record, engine.tokenizer, options, started)
+                tokenizer = getattr(engine, "tokenizer", None)  # of a server it may be unknown
+                save_lm_eval_files(options.output, [results], report.record, tokenizer, options, started)
         return report
+
+    def check(self, engine: InferenceEngine | HttpEngine) -> None:
+        """Refuse what the engine or the server cannot do for the task."""
+        if isinstance(engine.config, Server):
+            from specbatch.evals.server_lm import check_server
+
+            check_server(engine, self.options, self.task)
+            if engine.config.send == "chat":
+                return
+        if self.options.chat_template and not engine.tokenizer.has_chat_template:
+            raise refuse("chat_template", True, "the model's tokenizer has no chat template; leave it out")
 
     def _others(self, answer: Answer | Scored) -> int:
         """How many requests are not of the kind of `answer`, in a group of both kinds."""
@@ -238,14 +251,15 @@ class PreparedEval:
             )
         return results
 
-    def _report(self, engine: InferenceEngine, model: Any, results: dict[str, Any]) -> EvalReport:
+    def _report(self, engine: InferenceEngine | HttpEngine, model: Any, results: dict[str, Any]) -> EvalReport:
         task, options = self.task, self.options
         rows = verdicts(task, results["samples"])
         version_of = results["versions"].get(task.name, "N/A")
         record = engine.record(concurrency=options.concurrency)
         if model.earlier:
             with_earlier(record, model.earlier, [*model.answers, *model.scored])
-        elif model.answers and model.scored:  # their indices are those of the requests of all tasks
+        elif model.answers and (model.scored or isinstance(engine.config, Server)):
+            # The indices are those of the requests of all tasks, and of a server no request is there twice.
             record.requests = [one.completion.as_row() for one in model.answers]
         report = EvalReport(
             task=task.name,
@@ -328,7 +342,26 @@ def prepare_each(options: Sequence[EvalOptions]) -> list[PreparedEval]:
     return [PreparedEval(own, task, drafts) for own, task in zip(options, tasks, strict=True)]
 
 
-def run_eval(engine: InferenceEngine, options: EvalOptions, progress: Progress | None = None) -> EvalReport:
+def asked_of(engine: InferenceEngine | HttpEngine) -> EngineConfig | Server:
+    """The configuration on which results depend: of a server with the name of its model, also if it was not given."""
+    config = engine.config
+    return replace(config, model=cast("HttpEngine", engine).model) if isinstance(config, Server) else config
+
+
+def _adapter(engine: InferenceEngine | HttpEngine) -> type[Any]:
+    """The class of lm-eval's model."""
+    if isinstance(engine.config, Server):
+        from specbatch.evals.server_lm import ServerLM
+
+        return ServerLM
+    from specbatch.evals.lm import SpecBatchLM
+
+    return SpecBatchLM
+
+
+def run_eval(
+    engine: InferenceEngine | HttpEngine, options: EvalOptions, progress: Progress | None = None
+) -> EvalReport:
     """Evaluate `engine` on a task, and write the results to `options.output` if it is set."""
     return prepare(options).run(engine, progress)
 
@@ -386,24 +419,3 @@ def open_folder(folder: Path) -> None:
 
 def _not_empty(folder: Path) -> SpecbatchError:
     return refuse("output", str(folder), "exists and is not empty; name a new folder")
-
-
-@contextmanager
-def _claimed(kept: PartialRows | None, overwrite: bool) -> Iterator[tuple[Mapping[int, Row], Callable[[Row], None]]]:
-    """Lock the partial file, and yield its rows and a function that appends one. It is deleted if the block succeeds.
-    An interruption reports how many answers are kept."""
-    if kept is None:
-        yield {}, lambda row: None
-        return
-    works = "the same command with this --out continues"
-    with kept.claim(starts_over=overwrite) as keep:
-        try:
-            done = f"kept the finished answers ({{}}) in {kept.path}; {works}"
-            with reporting(lambda: kept.or_lost(done.format(len(kept.rows)))):
-                yield kept.rows, keep
-        except KeyboardInterrupt as stop:
-            if not kept.rows:
-                kept.remove()
-                stop.args = ()
-            raise
-        kept.remove()

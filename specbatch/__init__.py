@@ -13,8 +13,9 @@ if (_checkout / "pyproject.toml").is_file():  # a source tree: kernels/, evals/ 
     __path__.append(str(_checkout))
 
 if TYPE_CHECKING:
-    from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+    from specbatch.config.engine_config import EngineConfig, Graphs
     from specbatch.config.job_size import JobSize
+    from specbatch.config.speculation import Speculation
     from specbatch.core.embedded_prompt import EmbeddedPrompt
     from specbatch.core.request import Completion, SamplingParams
     from specbatch.engine.engine import Engine
@@ -37,7 +38,7 @@ _HOME = {
     "RunFrames": "specbatch.jobs.frames",
     "SamplingParams": "specbatch.core.request",
     "SpecbatchError": "specbatch.errors",
-    "Speculation": "specbatch.config.engine_config",
+    "Speculation": "specbatch.config.speculation",
     "StreamEvent": "specbatch.engine.requests.open_requests",
     "load_run": "specbatch.jobs.frames",
 }

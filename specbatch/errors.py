@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 MOST = 2**31 - 1  # the largest count, length or number of a setting: what an int32 holds
@@ -40,14 +40,18 @@ class ChangedError(SpecbatchError):
 
 
 class ShortOfMemoryError(SpecbatchError):
-    """Memory ran out during the work, and a smaller batch did not help.
+    """Memory ran out, and the engine cannot go on with a smaller batch.
 
-    requests: (index, sample) of the prompts that were being computed
+    requests: (index, sample) of the prompts that were being computed; smaller: settings of an engine with which the
+    launch that failed would be half as large, if it can be
     """
 
-    def __init__(self, message: str, requests: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self, message: str, requests: Sequence[tuple[int, int]] = (), smaller: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__(message)
         self.requests = requests
+        self.smaller = dict(smaller or {})
 
 
 def refuse(setting: str, value: object, works: str) -> SpecbatchError:

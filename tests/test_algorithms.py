@@ -9,7 +9,8 @@ import pytest
 from targets import SPECULATIONS
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION, algorithm_of, algorithms_with, causes_of_low_acceptance
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

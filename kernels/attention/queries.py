@@ -15,6 +15,8 @@ from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.common.sizes import cdiv
 
+LOG2E = 1.4426950408889634  # kernels compute exp(x) as exp2(x * LOG2E)
+
 
 @dataclass(frozen=True)
 class QKVLayout:

@@ -1,34 +1,41 @@
-"""`specbatch eval`: scores a task's answers with lm-eval."""
+"""`specbatch eval`: scores a task's answers with lm-eval, those of this engine or of a server."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer import Argument, Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.configs import configured
-from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, options_of, takes_engine
+from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, is_given, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
+from specbatch.cli.servers import only_server
+from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
 from specbatch.config.values import whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions, GridOptions
 from specbatch.progress.bars import progress
+from specbatch.sweeps.http.server import CONCURRENCY, Server
 
 if TYPE_CHECKING:
-    from specbatch.config.engine_config import EngineConfig
+    from specbatch.engine.interface import InferenceEngine
     from specbatch.evals.grid_table import Grid
     from specbatch.evals.report import EvalReport
+    from specbatch.evals.run import PreparedEval
     from specbatch.evals.several import SeveralReports
     from specbatch.replicas.cluster import Cluster
+    from specbatch.sweeps.http.engine import HttpEngine
 
 
-_GRID = "Comparison"  # a box of --help
+_GRID, _SERVER = "Comparison", "HTTP server"  # boxes of --help
 _ABLATION, _ON_CUDA = ("baseline", "v1", "v2"), ("baseline+piecewise", "v2+piecewise")
 _PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if option.panel}
 
@@ -38,8 +45,10 @@ _PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if op
     settings=options_of(EvalOptions, panels=_PANELS),
     comparison=options_of(GridOptions, _GRID),
     cluster=CLUSTER_OPTIONS,
+    of_server=options_of(Server, _SERVER, defaults={"send": "chat with --chat-template, else text"}),
 )
 def evaluate(
+    context: typer.Context,
     *,
     tasks: Annotated[
         list[str],
@@ -84,6 +93,16 @@ def evaluate(
     ] = None,
     comparison: dict[str, Any],
     cluster: dict[str, Any],
+    engine_kind: Annotated[
+        str,
+        Option(
+            "--engine",
+            metavar="specbatch|http",
+            help="http: evaluate the server at --base-url instead of this engine.",
+            rich_help_panel=_SERVER,
+        ),
+    ] = "specbatch",
+    of_server: dict[str, Any],
     output: Annotated[
         Path | None,
         Option(
@@ -100,13 +119,15 @@ def evaluate(
 
     specbatch eval gsm8k --configs baseline,v1,v2 --concurrency 1,8,32,128 --algorithm eagle3 --draft HEAD
 
-    specbatch eval one_digit_sums one_digit_choices --limit 40
+    specbatch eval gsm8k --engine http --base-url http://localhost:8000
 
     gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Results for each question go to the
     output folder. Text inside <think> is not scored. To continue an interrupted evaluation, run the same command with
     its folder as --out: only the missing answers are generated.
 
     Details:
+
+    specbatch eval one_digit_sums one_digit_choices --limit 40
 
     specbatch eval gsm8k --configs grid.toml --concurrency 1,8,32,128 --out out/grid
 
@@ -129,6 +150,10 @@ def evaluate(
     Tasks of type multiple_choice, loglikelihood and loglikelihood_rolling (arc_easy, lambada_openai, wikitext) compare
     the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --configs do not
     apply.
+
+    With --engine http a server of OpenAI's API answers (docs/any-engine.md). Of the options below only --model,
+    --tokenizer and --seed apply. Requests that fail are asked again; if some stay without an answer the exit status is
+    1, and the same command with the folder as --out asks for these.
     """
     from specbatch.evals.several import has_results
     from specbatch.records.sweep_plan import PLAN
@@ -136,6 +161,19 @@ def evaluate(
     from specbatch.sweeps.run.loading import one_group
 
     steps = None if concurrency is None else whole_numbers("concurrency", concurrency)
+    if of_server["send"] == "chat":
+        settings["chat_template"] = True
+
+    def connected(send: str, **how: Any) -> HttpEngine | None:
+        own = {**of_server, "send": send}
+        given = partial(is_given, context)
+        return only_server(engine, own, context.params, given, seed=engine.seed, prefix_cache=True, **how)
+
+    is_server = connected(of_server["send"] or "text", tokenizer=False, log=None) is not None  # before tasks are read
+    if is_server and cluster["distributed"] is not None:
+        raise refuse("distributed", cluster["distributed"], "does not apply to a server; leave it out")
+    if is_server and ablation:
+        raise refuse("ablation", True, "does not apply to a server, which has its own engine settings; leave it out")
     is_grid = ablation or configs is not None
     if is_grid:
         _check_grid(engine, configs, ablation)
@@ -163,6 +201,12 @@ def evaluate(
             raise typer.Exit(1)
         return
     resumes = "*" if output is not None and has_results(output, options.names) else None
+    if is_server:
+        with fresh_folder(output, "eval", resumes=resumes) as folder:
+            own = replace(options, output=folder, concurrency=CONCURRENCY if steps is None else steps[0])
+            result = _evaluate_server(own, of_server["send"], cast("Callable[..., HttpEngine]", connected))
+        _show(result, folder, as_json)
+        return
     engine, workers = clustered(engine, cluster)
     most = None if steps is None else steps[0]
     config = engine.config(concurrency=most, elsewhere=workers is not None)
@@ -174,19 +218,60 @@ def evaluate(
 def _evaluate(
     options: EvalOptions, engine: EngineOptions, config: EngineConfig, workers: Cluster | None
 ) -> EvalReport | SeveralReports:
-    """Answer what is not finished in the output folder."""
-    from specbatch.evals.lm_eval_files import gather_lm_eval_files
-    from specbatch.evals.several import SeveralReports, folders_of, prepare_several
+    """Answer with this engine what is not finished in the output folder."""
+    from specbatch.evals.several import prepare_several
 
-    assert options.output is not None
     every = prepare_several(options)
     if engine.decode_graph == "whole" and not any(ready.task.generates for ready in every.values()):
         named = "; ".join(f"task {name} ({ready.task.kind})" for name, ready in every.items())
         raise refuse("decode_graph", "whole", f"{named} scores given texts and decodes nothing; leave it out")
-    reports = {}
-    for name, ready in every.items():
+    for ready in every.values():
         config = ready.engine_config(config)
         ready.check_lengths(config)
+
+    def opened(left: dict[str, PreparedEval]) -> AbstractContextManager[InferenceEngine]:
+        counts = [ready.requests for ready in left.values()]  # the tasks run one after the other
+        job = JobSize(None if None in counts else max(filter(None, counts)))
+        return open_replicas(replace(config, job=job), workers)
+
+    return _answered(options, every, config, opened)
+
+
+def _evaluate_server(
+    options: EvalOptions, given: str | None, connected: Callable[..., HttpEngine]
+) -> EvalReport | SeveralReports:
+    """Have a server answer what is not finished in the output folder. given: how prompts are sent; connected: a client
+    that sends them so."""
+    from specbatch.evals.run import asked_of
+    from specbatch.evals.server_lm import needs_tokenizer
+    from specbatch.evals.several import prepare_several
+
+    every = prepare_several(options)
+    scores_texts = any(ready.task.scores_texts for ready in every.values())
+    send = given or ("text" if not options.chat_template else "ids" if scores_texts else "chat")
+    server = connected(send, tokenizer=needs_tokenizer(send, options, scores_texts=scores_texts))
+
+    def checked(left: dict[str, PreparedEval]) -> AbstractContextManager[HttpEngine]:
+        for ready in left.values():
+            ready.check(server)
+        return nullcontext(server)
+
+    return _answered(options, every, asked_of(server), checked)
+
+
+def _answered(
+    options: EvalOptions,
+    every: dict[str, PreparedEval],
+    config: EngineConfig | Server,
+    opened: Callable[[dict[str, PreparedEval]], AbstractContextManager[Any]],
+) -> EvalReport | SeveralReports:
+    """The reports of tasks, of which those that are not finished run. opened: the engine for them."""
+    from specbatch.evals.lm_eval_files import gather_lm_eval_files
+    from specbatch.evals.several import SeveralReports, folders_of
+
+    assert options.output is not None
+    reports = {}
+    for name, ready in every.items():
         if (found := ready.complete(config)) is not None:
             reports[name] = found
             say(f"{ready.options.output} is complete: an earlier run has finished this evaluation")
@@ -201,17 +286,16 @@ def _evaluate(
         for note in ready.notes():
             say(f"{of}note: {note}")
     if left:
-        counts = [ready.requests for ready in left.values()]  # the tasks run one after the other
-        job = JobSize(None if None in counts else max(filter(None, counts)))
-        with folders_of(every.values()), open_replicas(replace(config, job=job), workers) as running:
+        with folders_of(every.values()), opened(left) as running:
             for name, ready in left.items():
                 of, kept = f"{name}: " if several else "", earlier[name]
                 done = 0 if kept is None else len(kept.rows)
                 if done:
                     say(f"{of}continuing: {done} {'answers' if ready.task.generates else 'texts'} are finished")
                 with progress(f"eval {name}", "requests", done) as report:
-                    running.on_prefill = report.prefilled
-                    running.forget_prefixes()
+                    if isinstance(config, EngineConfig):
+                        running.on_prefill = report.prefilled
+                        running.forget_prefixes()
                     reports[name] = ready.run(running, report, kept, say)
     if not several:
         return next(iter(reports.values()))

@@ -20,17 +20,9 @@ from typer import Context, Option
 from specbatch.cli.help import HELP_ALL
 from specbatch.config.acceptance_profile import read_profile
 from specbatch.config.draft_shape import AUTO
-from specbatch.config.engine_config import (
-    BATCH,
-    CACHE,
-    EXECUTION,
-    LIMIT_RUNNING,
-    MODEL,
-    EngineConfig,
-    Graphs,
-    Speculation,
-)
+from specbatch.config.engine_config import BATCH, CACHE, EXECUTION, LIMIT_RUNNING, MODEL, EngineConfig, Graphs
 from specbatch.config.field_errors import did_you_mean
+from specbatch.config.speculation import Speculation
 from specbatch.config.values import layers
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import MOST, MOST_SEED, at_least, refuse, shown_json

@@ -1,4 +1,4 @@
-"""Servers of other engines as configurations of `specbatch sweep`: by --engine http, or in a file of configurations."""
+"""Servers of other engines: of --engine http, or in a file of configurations of `specbatch sweep`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,22 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def only_server(
-    engine: EngineOptions, settings: Mapping[str, Any], values: Mapping[str, Any], given: Callable[[str], bool]
+    engine: EngineOptions,
+    settings: Mapping[str, Any],
+    values: Mapping[str, Any],
+    given: Callable[[str], bool],
+    *,
+    seed: int | None = None,
+    log: Callable[[str], None] | None = say,
+    **how: bool,
 ) -> HttpEngine | None:
     """The server of --engine http, None for this engine. Raises SpecbatchError for options of the other kind of engine.
 
     settings  of the server
     values    of the command's options
     given     whether the user gave an option
+    seed      of the server's configuration
+    how       arguments of `HttpEngine`
     """
     kind = values["engine_kind"]
     if kind not in KINDS:
@@ -59,7 +68,8 @@ def only_server(
             raise refuse(name, values[name], works)
     model = engine.model if given("model") else None
     own = {**settings, "base_url": settings["base_url"] or ""}
-    return HttpEngine(Server(model=model, tokenizer=engine.tokenizer, thinking=values["thinking"], **own), log=say)
+    server = Server(model=model, tokenizer=engine.tokenizer, thinking=values["thinking"], seed=seed, **own)
+    return HttpEngine(server, log=log, **how)
 
 
 def configured_with_servers(

@@ -14,11 +14,13 @@ class JobSize:
     requests       how many there are
     prompt_tokens  mean length of their prompts
     new_tokens     mean of the most tokens that they may generate
+    shared_tokens  with which all prompts begin alike
     """
 
     requests: int | None = setting(None, rule=whole(1))
     prompt_tokens: float | None = setting(None, rule=number(lambda count: count > 0, "use a positive number"))
     new_tokens: float | None = setting(None, rule=number(lambda count: count > 0, "use a positive number"))
+    shared_tokens: int = setting(0, rule=whole(0))
 
     def __post_init__(self) -> None:
         check_fields(self, "job.")

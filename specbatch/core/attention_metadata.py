@@ -83,9 +83,8 @@ class DecodeMetadata(DecodeQueries):
 
     def bind(self, cache: KVCache) -> AttentionContext:
         if cache.has_latents:
-            return BoundDecode(self, cache, latent_decode_attention(self, cache.group, cache.dtype))
-        attention = decode_attention(self, self.masks or (Mask(),), cache.group, cache.dtype)
-        return BoundDecode(self, cache, attention)
+            return BoundDecode(self, cache, latent_decode_attention(self))
+        return BoundDecode(self, cache, decode_attention(self, self.masks or (Mask(),)))
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,7 @@ class Completion:
     request_id      the caller's name of the prompt, if given
     top_logprobs    for each token, the most likely tokens in its place with their log-probabilities, if asked for
     seed            of `SamplingParams`; None: derived from the engine's seed and the prompt's index
+    reasoning       that a server split off, if any
     """
 
     index: int
@@ -113,6 +114,7 @@ class Completion:
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: list[float | None] | None = None
     seed: int | None = None
+    reasoning: str | None = None
 
     __repr__ = _short_repr
 

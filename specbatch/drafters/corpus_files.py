@@ -13,7 +13,7 @@ from specbatch.files.text_files import UnreadableError, open_regular, parse_json
 from specbatch.kernels.drafting.corpus import LEVELS
 
 if TYPE_CHECKING:
-    from specbatch.config.engine_config import Speculation
+    from specbatch.config.speculation import Speculation
     from specbatch.text.tokenizer import Tokenizer
     from specbatch.weights import Checkpoint, Log
 

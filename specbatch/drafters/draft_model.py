@@ -29,7 +29,8 @@ from specbatch.runtime.prefill_forward import Forward
 from specbatch.text.tokenizer import ByteTokenizer, vocabulary_difference
 
 if TYPE_CHECKING:
-    from specbatch.config.engine_config import EngineConfig, Speculation
+    from specbatch.config.engine_config import EngineConfig
+    from specbatch.config.speculation import Speculation
     from specbatch.weights import Checkpoint, Log
 
 

@@ -34,7 +34,8 @@ from specbatch.weights.draft_heads import DraftFiles, dummy_config, dummy_draft,
 from specbatch.weights.folder import check_tensors
 
 if TYPE_CHECKING:
-    from specbatch.config.engine_config import EngineConfig, Speculation
+    from specbatch.config.engine_config import EngineConfig
+    from specbatch.config.speculation import Speculation
     from specbatch.weights import Checkpoint, Log
 
 USUAL_VOCABULARY = 32000  # draft vocabulary of most published heads

@@ -13,7 +13,7 @@ from specbatch.models.heads.draft_head import EMBEDDING, HEAD, LAYER, Shapes
 from specbatch.weights.draft_heads import DraftFiles
 
 if TYPE_CHECKING:
-    from specbatch.config.engine_config import Speculation
+    from specbatch.config.speculation import Speculation
     from specbatch.weights import Checkpoint, Log
 
 

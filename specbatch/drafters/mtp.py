@@ -21,7 +21,8 @@ from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.folder import check_tensors
 
 if TYPE_CHECKING:
-    from specbatch.config.engine_config import EngineConfig, Speculation
+    from specbatch.config.engine_config import EngineConfig
+    from specbatch.config.speculation import Speculation
     from specbatch.weights import Checkpoint, Log
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")

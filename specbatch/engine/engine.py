@@ -25,7 +25,7 @@ from specbatch.engine.schedule.schedules import SCHEDULES
 from specbatch.engine.schedule.smaller_batch import Launch
 from specbatch.engine.scoring import Likelihood, OnScore, Pair, Scorer, checked_pairs
 from specbatch.engine.setup.builder import EngineParts, build
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.models.config import ModelConfig
 from specbatch.progress.bars import Report
@@ -43,6 +43,7 @@ class Engine(InferenceEngine):
     `report` is called with the progress of loading layers and recording graphs, on all ranks. `weights_of`: an open
     engine whose target weights are used in place of a copy of one's own. `share`: this engine's part of the memory, if
     several are built one after the other. `parts`: model, scheduler and worker until `close`, for benchmarks and tests.
+    `on_shrink`: called with a line when the batch becomes smaller after a lack of memory; by default this is `log`.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Engine(InferenceEngine):
         share: MemoryShare = EXCLUSIVE,
     ) -> None:
         super().__init__()
-        self._log = log = log or (lambda line: None)
+        log = log or (lambda line: None)
         if config.data_parallel > 1:
             raise refuse("data_parallel", config.data_parallel, "an Engine is one replica; use DataParallelEngine")
         if weights_of is not None:
@@ -104,6 +105,7 @@ class Engine(InferenceEngine):
             shrink=self._shrink,
         )
         self._trusted = True
+        self.on_shrink = log
         can_be_low = speculation.num_drafts and speculation.simulated is None
         causes = causes_of_low_acceptance(speculation.algorithm, config.load_format)
         # A diagnosis runs the model on this rank alone.
@@ -244,16 +246,11 @@ class Engine(InferenceEngine):
                 failed = self._runner.launch
                 if not is_out_of_memory(error):
                     raise
-                if self._ranks is not None or not failed.can_shrink(self.parts.worker):
-                    raise self._short_of_memory(failed) from error
+                if not failed.can_shrink(self.parts.worker):
+                    requests = [(item.index, item.sample) for item in self.parts.scheduler.holders]
+                    raise failed.error(self.plan, requests) from error
             self._shrink(failed)  # here, because the frames of the error hold tensors
         return True
-
-    def _short_of_memory(self, failed: Launch) -> SpecbatchError:
-        if not failed.size:
-            return self.plan.out_of_memory("running prompts")
-        requests = [(item.index, item.sample) for item in self.parts.scheduler.holders]
-        return self.plan.does_not_fit(str(failed), requests)
 
     def _shrink(self, failed: Launch) -> None:
         """Go on with a smaller batch after a launch that ran out of memory."""
@@ -261,7 +258,7 @@ class Engine(InferenceEngine):
         self._free_memory()
         name, value, why = failed.shrink(self.parts.scheduler, self.parts.worker)
         self._free_memory()
-        self._log(f"{name}: {value} ({why})")
+        self.on_shrink(f"{name}: {value} ({why})")
         self.caps |= {name: value, "reasons": self.caps["reasons"] | {name: why}}
 
     def _free_memory(self) -> None:

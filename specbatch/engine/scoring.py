@@ -194,14 +194,14 @@ class Scorer:
         float32 and whether they are greedy. A group that runs out of memory is launched again, in shorter passes."""
         tokens = sum(len(text.tokens) - begin for text, begin in group)
         while True:
-            longest = Launch(min(tokens, self._most()), prefills=True)
+            longest = Launch(min(tokens, self._most()), prefills=True, rank=self._worker.rank)
             try:
                 return self._passes(group, pairs)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
                 if not longest.can_shrink(self._worker):
-                    raise self._plan.does_not_fit(str(longest)) from error
+                    raise longest.error(self._plan) from error
             self._shrink(longest)  # here, because the frames of the error hold tensors
 
     def _passes(self, group: list[_Placed], pairs: list[Checked]) -> tuple[list[int], AsyncCopy]:

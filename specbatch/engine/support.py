@@ -16,7 +16,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.engine.ranks.ranks import checked
 from specbatch.errors import SpecbatchError
 from specbatch.weights.shapes import SHAPES, SUPPORT_MATRIX

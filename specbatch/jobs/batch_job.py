@@ -182,7 +182,8 @@ class BatchJob:
         """What is known of the rows that are left, before they are encoded."""
         found, answers = self.found, max(self.found.answers, 1)
         left = answers * (found.rows - len(self.finished)) // max(found.rows, 1)
-        return JobSize(max(left, 1), max(found.prompt_tokens / answers, 1), max(found.new_tokens / answers, 1))
+        means = max(found.prompt_tokens / answers, 1), max(found.new_tokens / answers, 1)
+        return JobSize(max(left, 1), *means, found.shared_tokens)
 
     @property
     def is_batch(self) -> bool:

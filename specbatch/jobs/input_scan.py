@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -78,6 +79,7 @@ class InputScan:
     present     columns that only some outputs have
     answers     wanted in all, each sample of a row
     prompt_tokens, new_tokens  in all: an estimate of the prompts, and the most that answers may have
+    common      text with which the JSON of all prompts begins; None before the first
     """
 
     rows: int = 0
@@ -89,6 +91,12 @@ class InputScan:
     answers: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
+    common: str | None = None
+
+    @property
+    def shared_tokens(self) -> int:
+        """About how many tokens all prompts have in common at their start."""
+        return _tokens_in(self.common or "")
 
     @property
     def id_type(self) -> str | None:
@@ -121,6 +129,9 @@ def scan(form: JobFormat, bad: BadLines, report: Report | None = None) -> InputS
             found.answers += row.params.n
             found.prompt_tokens += row.params.n * _tokens_in(identity)
             found.new_tokens += row.params.n * row.params.max_new_tokens
+            text = identity.partition(", ")[2]  # after the index
+            if found.common is None or not text.startswith(found.common):
+                found.common = text if found.common is None else _common_start(found.common, text)
         if row.id is not None:
             found.id_types.add(_type_of(row.id))
             found.present.add("id")
@@ -167,6 +178,10 @@ def _tokens_in(identity: str) -> int:
     """About how many tokens a prompt has, whose text or token ids take most of this JSON."""
     numbers = identity.count(",")  # of token ids there is one in five to eight characters, in a text one in fifty
     return numbers if 10 * numbers > len(identity) else len(identity) // CHARACTERS
+
+
+def _common_start(one: str, other: str) -> str:
+    return one[: bisect_left(range(1, len(one) + 1), True, key=lambda count: not other.startswith(one[:count]))]
 
 
 def _later_ones(ids: array[int], places: array[int]) -> frozenset[int]:

@@ -22,28 +22,30 @@ _TOKENS = re.compile(r"<[^<>]+>|\[[^\[\]]+\]")  # in a mark
 
 class Reasoning:
     """Finds the answer after the reasoning in the outputs of a model. <think> is known for every model, other marks for
-    those whose vocabulary has their tokens.
+    those whose vocabulary has their tokens: none without a tokenizer.
 
     opens   texts that begin reasoning
     hidden  whether a mark has special tokens, which a text shows only without `skip_special_tokens`
     """
 
-    def __init__(self, tokenizer: Tokenizer, end: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, end: str | None = None) -> None:
         """end: another text that ends the reasoning, of a model that is not known."""
-        strings = set(tokenizer.vocabulary())
+        strings = set() if tokenizer is None else set(tokenizer.vocabulary())
         known = {begin: end for begin, end in MARKS.items() if begin == OPEN or _tokens_of(begin, end) <= strings}
         self.opens = tuple(known)
         self._ends = [*known.values(), *([] if end is None else [end])]
         self._own_ends = tuple(
-            mark for mark in known.values() if _tokens_of(mark) <= strings and tokenizer.template_writes(mark)
+            mark
+            for mark in known.values()
+            if tokenizer is not None and _tokens_of(mark) <= strings and tokenizer.template_writes(mark)
         )
-        self._decode = tokenizer.decode
+        self._tokenizer = tokenizer
 
         def hidden(marks: Iterable[str]) -> list[list[int]]:
             """The tokens of the marks that are not shown completely."""
             found = []
             for mark in marks:
-                if (names := _tokens_of(mark)) and names <= strings:
+                if tokenizer is not None and (names := _tokens_of(mark)) and names <= strings:
                     tokens = tokenizer.encode(mark, add_special_tokens=False)
                     found += [tokens] if mark not in tokenizer.decode(tokens) else []
             return found
@@ -60,20 +62,21 @@ class Reasoning:
         the vocabulary and the template of the model have its end, and the prompt does not end with that."""
         return bool(self._own_ends) and not prompt.rstrip().endswith(self._own_ends)
 
-    def answer_of(self, text: str, tokens: Sequence[int], *, opened: bool = False) -> str:
+    def answer_of(self, text: str, tokens: Sequence[int] | None, *, opened: bool = False) -> str:
         """The text after the last end of reasoning: all of it if there is no reasoning, nothing if that did not end.
 
-        tokens   of the output, which show where marks are that the text does not show
+        tokens   of the output, which show where marks are that the text does not show; None: the text shows all marks
         opened   whether the prompt ended inside reasoning
         """
-        at = max((_after(mark, tokens) for mark in self._hidden_ends), default=0)
-        if self.hidden:
-            text = self._decode(list(tokens[at:]))
+        at = 0
+        if tokens is not None and self._tokenizer is not None and self.hidden:
+            at = max(_after(mark, tokens) for mark in self._hidden_ends) if self._hidden_ends else 0
+            text = self._tokenizer.decode(list(tokens[at:]))
         ends = [text.rindex(end) + len(end) for end in self._ends if end in text]
         if at or ends:
             return text[max(ends, default=0) :].lstrip()
         opened |= any(mark in text for mark in self.opens)
-        return "" if opened or any(_after(mark, tokens) for mark in self._hidden_opens) else text
+        return "" if opened or any(_after(mark, tokens or ()) for mark in self._hidden_opens) else text
 
 
 def _tokens_of(*marks: str) -> set[str]:

@@ -77,15 +77,16 @@ def choose(
         chunk, reasons["prefill_chunk"] = _chunk(job, left, least, on_cpu=on_cpu)
     if running == AUTO:
         tokens = min(_tokens(job), longest)
-        each = -(-tokens // config.page_size) * page_bytes
+        shared = min(job.shared_tokens, tokens) // config.page_size if config.prefix_cache else 0  # pages
+        each = max(-(-tokens // config.page_size) - shared, 1)
 
         def fits(running: int) -> bool:
-            return left(running, chunk) >= max(each * running, least)
+            return left(running, chunk) >= max((shared + each * running) * page_bytes, least)
 
         if on_cpu:
             running, why = _running_on_cpu(lambda running: left(running, chunk) >= least)
         else:
-            running, why = _running(job, fits, tokens, rows, is_sparse=is_sparse)
+            running, why = _running(job, fits, tokens, shared * config.page_size, rows, is_sparse=is_sparse)
         reasons["max_running"] = why
     return Capacity(running, chunk, reasons)
 
@@ -111,7 +112,9 @@ def _chunk(job: JobSize, left: Callable[[int, int], int], least: int, *, on_cpu:
     return chunk, why
 
 
-def _running(job: JobSize, fits: Callable[[int], bool], tokens: int, rows: int, *, is_sparse: bool) -> tuple[int, str]:
+def _running(
+    job: JobSize, fits: Callable[[int], bool], tokens: int, shared: int, rows: int, *, is_sparse: bool
+) -> tuple[int, str]:
     most = MOST_RUNNING_SPARSE if is_sparse else MOST_RUNNING
     why = "more gain nothing"
     if most * rows > MOST_ROWS:
@@ -120,6 +123,7 @@ def _running(job: JobSize, fits: Callable[[int], bool], tokens: int, rows: int, 
         most, why = job.requests, "the job has no more requests"
     known = "unknown" if job.prompt_tokens is None and job.new_tokens is None else "expected"
     holding = f"each holds about {tokens} tokens ({known})"
+    holding += f", of which {shared} are a common prefix, held once" if shared else ""
     running = most_that_fit(fits, most)
     if running == most:
         return most, f"{why}; {holding}"

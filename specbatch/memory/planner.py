@@ -90,20 +90,30 @@ class MemoryPlan:
                 f"max_model_len={self.max_model_len} tokens could need; when it is full, requests wait or are retracted"
             )
 
-    def out_of_memory(self, doing: str) -> SpecbatchError:
-        """The error for memory that ran out while `doing` something, despite the plan."""
-        return SpecbatchError(
-            f"out of memory while {doing}: {size_text(self.available)} were planned for ({self._parts}); use a lower "
-            f"memory_fraction ({self.memory_fraction:g} now), kv_pages ({self.kv_pages}), max_running "
+    def out_of_memory(self, doing: str, works: str = "") -> ShortOfMemoryError:
+        """The error for memory that ran out while `doing` something, despite the plan. works: what to change; else what
+        the plan follows from."""
+        works = works or (
+            f"use a lower memory_fraction ({self.memory_fraction:g} now), kv_pages ({self.kv_pages}), max_running "
             f"({self.max_running}) or prefill_chunk ({self.prefill_chunk})"
         )
+        return ShortOfMemoryError(
+            f"out of memory while {doing}: {size_text(self.available)} were planned for ({self._parts}); {works}"
+        )
 
-    def does_not_fit(self, what: str, requests: Sequence[tuple[int, int]] = ()) -> ShortOfMemoryError:
-        """The error for a launch that ran out of memory and cannot be smaller. requests: that were computed."""
+    def does_not_fit(
+        self, what: str, requests: Sequence[tuple[int, int]] = (), smaller: tuple[str, int] | None = None
+    ) -> ShortOfMemoryError:
+        """The error for a launch that ran out of memory, after which this engine cannot go on. requests: that were
+        computed; smaller: a setting and its value with which an engine has smaller launches."""
+        works = f" or kv_pages ({self.kv_pages})"
+        if smaller is not None:  # with the same pages, as the plan would give them what is left
+            works = f", or {smaller[0]}={smaller[1]} with kv_pages={self.kv_pages}"
         return ShortOfMemoryError(
             f"out of memory: {what} does not fit beside {self._parts}; use a lower memory_fraction "
-            f"({self.memory_fraction:g} now) or kv_pages ({self.kv_pages})",
+            f"({self.memory_fraction:g} now){works}",
             requests,
+            None if smaller is None else {smaller[0]: smaller[1], "kv_pages": self.kv_pages},
         )
 
     @property

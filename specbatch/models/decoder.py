@@ -17,6 +17,7 @@ from specbatch.core.attention_metadata import AttentionContext, RowsContext
 from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
 from specbatch.kernels.attention.queries import LatentLayout, QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
+from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
@@ -239,12 +240,14 @@ class Decoder:
         self, of_rows: RowsContext, projected: torch.Tensor, mix: Callable[[], torch.Tensor], *, stored: bool = False
     ) -> torch.Tensor:
         """The operation of the last layer that stores keys or states, of some tokens: [n, mixed]. mix: computes it of
-        all tokens, for many rows and for operations other than attention to heads in the cache. stored: see
-        `RowsContext.attend`."""
+        all tokens, for many rows, in deterministic mode, whose results must not depend on how many there are, and for
+        operations other than attention to heads in the cache. stored: see `RowsContext.attend`."""
         index, rows = self.first_reader - 1, of_rows.rows
         mixer = self.layers[index].mixer
-        if len(rows) > _FEW_ROWS or not isinstance(mixer, Attention) or isinstance(mixer.heads, LatentLayout):
+        attends = isinstance(mixer, Attention) and not isinstance(mixer.heads, LatentLayout)
+        if len(rows) > _FEW_ROWS or is_deterministic() or not attends:
             return mix()[rows]
+        assert isinstance(mixer, Attention)
         return of_rows.attend(self.places[index], projected, mixer.heads, stored=stored)
 
     def end_rows(

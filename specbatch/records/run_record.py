@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.acceptance_profile import AcceptanceProfile, whole_lengths
 from specbatch.config.draft_shape import AUTO, MOST
-from specbatch.config.engine_config import Speculation
+from specbatch.config.speculation import Speculation
 from specbatch.files.atomic_file import write_atomic
 from specbatch.records.environment import hardware, versions
 from specbatch.records.provenance import provenance
@@ -115,6 +115,11 @@ class RunRecord:
         of this package."""
         name: str | None = self.config.get("engine")
         return name
+
+    @property
+    def of_server(self) -> bool:
+        """Whether the answers are those of a server over HTTP."""
+        return "server" in self.config
 
     @property
     def error(self) -> str | None:

@@ -274,9 +274,12 @@ def _settings(record: RunRecord) -> dict[str, Any]:
 
 
 def _identity(record: RunRecord) -> dict[str, Any]:
-    """What the numbers are of. A failed point, and a record of an older version, hold less of their workload."""
+    """What the numbers are of. A failed point, and a record of an older version, hold less of their workload. A server
+    that is evaluated has its own name for the model."""
     config, work = record.config, record.workload
-    found = {name: config.get(name) for name in _MODEL_SETTINGS} | {"command": work.get("command")}
+    found = {"command": work.get("command")}
+    if not record.of_server or found["command"] != "eval":
+        found |= {name: config.get(name) for name in _MODEL_SETTINGS}
     if config.get("load_format") == "dummy":
         found["seed of the weights"] = config.get("seed")
     return found | {name: work[name] for name in _WORKLOAD_SETTINGS if name in work}

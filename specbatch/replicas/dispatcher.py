@@ -71,12 +71,13 @@ class Dispatcher:
         """A prompt has ended; None if the replica does not have it any more."""
         return self._running.get(replica, {}).pop(key, None)
 
-    def lose(self, replica: int) -> list[Item]:
-        """A replica has ended. Its prompts wait again, before all others. Returns those that are given up."""
+    def lose(self, replica: int, *, blames: bool = True) -> list[Item]:
+        """A replica has ended. Its prompts wait again, before all others. Returns those that are given up. blames:
+        whether one of them may be the cause."""
         lost, place = self._running.pop(replica, {}), self._places.pop(replica, None)
         for item in reversed(lost.values()):
             assert place is not None
-            item.deaths.append(place)
+            item.deaths += [place] * blames
             if len(item.deaths) == MOST_DEATHS - 1:
                 self._suspects.appendleft(item)
             elif len(item.deaths) < MOST_DEATHS:

@@ -44,8 +44,19 @@ class MergedWindow(RequestWindow):
     ) -> RunRecord:
         """The record of the window. parts: of the replicas."""
         sums = _sums({name: part.counters[name] for name in part.counters.keys() - _OF_REQUESTS} for part in parts)
+        for part in parts:
+            _lower(caps, part.caps)
         metrics, counters, requests = self.complete(sums, concurrency, replicas=config["data_parallel"])
         return RunRecord(config, caps, metrics, counters, requests, workload, hardware=_hardware(parts))
+
+
+def _lower(caps: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Take over what a replica lowered after a lack of memory. own: its capacities."""
+    for name in ("max_running", "prefill_chunk", "graphs"):
+        if name in own and (name not in caps or own[name] < caps[name]):
+            caps[name] = own[name]
+            if why := own["reasons"].get(name):
+                caps["reasons"] = caps["reasons"] | {name: why}
 
 
 def _hardware(parts: list[RunRecord]) -> dict[str, Any]:

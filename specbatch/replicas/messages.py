@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from specbatch.config.engine_config import EngineConfig
@@ -83,6 +84,14 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Shrunk:
+    """An engine goes on with a smaller batch after a lack of memory. line: says so."""
+
+    engine: int
+    line: str
+
+
+@dataclass(frozen=True)
 class Output:
     """A line that the process of a replica has printed."""
 
@@ -140,11 +149,13 @@ class Ended:
 
     details   a traceback
     lost      its process or node was ended from outside, so that another one may fare better
+    smaller   after a lack of memory, settings with which its successor needs less
     """
 
     reason: str
     details: str = ""
     lost: bool = False
+    smaller: Mapping[str, int] = field(default_factory=dict)
 
 
-Message = Log | Output | Alive | Progress | Built | Completed | Returned | Refused | Ended
+Message = Log | Shrunk | Output | Alive | Progress | Built | Completed | Returned | Refused | Ended

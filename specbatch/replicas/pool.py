@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from specbatch.errors import FailedError, SpecbatchError, counted
+from specbatch.errors import FailedError, SpecbatchError, counted, listed
 from specbatch.progress.bars import Report
 from specbatch.replicas.messages import (
     Begin,
@@ -29,6 +29,7 @@ from specbatch.replicas.messages import (
     Progress,
     Refused,
     Returned,
+    Shrunk,
     Submit,
 )
 
@@ -105,6 +106,7 @@ class ReplicaPool:
         self._active: int | None = None  # the engine that was used last
         self._numbers, self._tickets = count(), count()
         self._replicas: dict[int, _Replica] = {}
+        self._smaller: dict[int, Mapping[str, int]] = {}  # settings of places where memory was short
         self._looked = time.monotonic()
         self.replaced = 0
         self._clock = 0.0
@@ -252,6 +254,9 @@ class ReplicaPool:
                     self._logged[key] += 1
                     self._logs.get(engine, self._log)(line)
                 return None
+            case Shrunk(engine, line):
+                self._logs.get(engine, self._log)(f"replica {replica.place}: {line}")
+                return None
             case Output(line):
                 if line not in self._printed:
                     self._printed.add(line)
@@ -300,12 +305,13 @@ class ReplicaPool:
         link = self._starter.start(place, lambda message: self._inbox.put((number, message)))
         self._replicas[number] = _Replica(place, link, failures)
         for build in self._builds.values():
-            link.send(build)
+            settings: Mapping[str, Any] = self._smaller.get(place, {}) if build.share.count == 1 else {}
+            link.send(replace(build, config=replace(build.config, **settings)))
 
     def _replace(self, number: int, ended: Ended) -> None:
         replica = self._replicas.pop(number)
         replica.link.close()
-        failures = 0 if replica.has_worked else replica.failures + 1
+        failures = 0 if replica.has_worked or ended.smaller else replica.failures + 1
         had_started = replica.built >= self._builds.keys()
         most = MOST_FAILED_RUNS if had_started else MOST_FAILED_STARTS
         if ended.details and ended.details not in self._printed:
@@ -313,7 +319,11 @@ class ReplicaPool:
             self._tell(f"replica {replica.place}: {ended.details.rstrip()}")
         what = f"replica {replica.place} ended ({ended.reason})"
         if failures < most or (had_started and not self._replicas):
-            self._tell(f"{what}; starting another")
+            settings = ""
+            if ended.smaller:
+                self._smaller[replica.place] = {**self._smaller.get(replica.place, {}), **ended.smaller}
+                settings = f" with {listed(f'{name}={value}' for name, value in ended.smaller.items())}"
+            self._tell(f"{what}; starting another{settings}")
             self._start(replica.place, failures)
             self.replaced += 1
         elif self._replicas:

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 from specbatch.engine.engine import Engine
 from specbatch.engine.requests.submissions import SubmissionQueue
-from specbatch.errors import SpecbatchError
+from specbatch.errors import ShortOfMemoryError, SpecbatchError
 from specbatch.replicas.messages import (
     Abort,
     Alive,
@@ -30,6 +30,7 @@ from specbatch.replicas.messages import (
     Progress,
     Refused,
     Returned,
+    Shrunk,
     Submit,
 )
 
@@ -77,6 +78,8 @@ class Replica:
         try:
             while True:
                 self._carry_out(*self._commands.get())
+        except ShortOfMemoryError as error:
+            self._send(Ended(str(error), smaller=error.smaller))
         except Exception as error:
             self._send(Ended(_one_line(error), traceback.format_exc()))
 
@@ -109,6 +112,7 @@ class Replica:
             weights_of=None if command.weights_of is None else self._engines[command.weights_of],
             share=command.share,
         )
+        engine.on_shrink = lambda line: self._send(Shrunk(command.engine, line))
         self._send(Built(command.engine, engine.config, engine.caps))
 
     def _run(self, number: int, stream: _Stream, engine: Engine) -> None:

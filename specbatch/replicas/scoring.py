@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from specbatch.engine.scoring import Checked, Likelihood, OnScore
-from specbatch.errors import SpecbatchError
+from specbatch.errors import ShortOfMemoryError, SpecbatchError
 from specbatch.replicas.dispatcher import MOST_DEATHS
 from specbatch.replicas.messages import Ended, Refused, Returned
 from specbatch.replicas.pool import ReplicaPool
@@ -33,7 +33,8 @@ def score_on(pool: ReplicaPool, engine: int, pairs: list[Checked], on_score: OnS
                         found[index] = value
                         on_score(index, value)
                 case Refused(error, _, int(ticket)) if ticket in calls:
-                    raise SpecbatchError(f"of the pairs from {calls[ticket][1]} on: {error}")
+                    kind = ShortOfMemoryError if isinstance(error, ShortOfMemoryError) else SpecbatchError
+                    raise kind(f"of the pairs from {calls[ticket][1]} on: {error}")
                 case Ended(reason):
                     for ticket, (other, first) in list(calls.items()):
                         if other == number:

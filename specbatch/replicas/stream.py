@@ -60,7 +60,7 @@ class ReplicaStream:
                     yield replace(done, prompt_token_ids=list(item.submission.prompt.token_ids)), item.arrived
             elif isinstance(message, Ended):
                 self._begun.pop(number, None)
-                for item in self._prompts.lose(number):
+                for item in self._prompts.lose(number, blames=not message.smaller):
                     yield _given_up(item, message.reason), item.arrived
         self._pool.end_stuck(self._prompts.busy)
 

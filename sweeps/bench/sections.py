@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.memory.page_pool import pages_for, reserved_length
 from specbatch.records.bases import BASELINE

@@ -12,6 +12,10 @@ from specbatch.errors import refuse
 RANDOM_PROMPTS = 32
 SAMPLED = ("math-table", "list-json", "dialogue-shop")  # of the bundled ones: texts that repeat themselves, and one
 REFEREES = ("float32", "same", "none")
+PROBES = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "stop", "max_tokens", "usage", "min_tokens", "logit_bias", "logprobs", "response_format",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,3 +71,35 @@ class CheckOptions:
     def max_model_len(self) -> int | None:
         """Length that random prompts need; None if it depends on the tokenizer."""
         return self.input_len + self.max_new_tokens if self.random else None
+
+
+def probes_of(name: str, text: str) -> tuple[str, ...]:
+    """The value of --probes."""
+    if text in ("all", "none"):
+        return PROBES if text == "all" else ()
+    found = tuple(part.strip().replace("-", "_") for part in text.split(","))
+    if unknown := [part for part in found if part not in PROBES]:
+        raise refuse(name, unknown[0], f"use all, none, or some of {', '.join(PROBES)}")
+    return found
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a server is compared with, and which of its settings are probed."""
+
+    baseline_url: str | None = setting(
+        None, "A second server with the same model, such as one without drafts: the other side of the comparison."
+    )
+    weights: str | None = setting(
+        None,
+        "The server's weights (folder, hub id, known name, .gguf): this engine without drafts is the other side, and "
+        "the model in float32 the referee.",
+        metavar="MODEL",
+    )
+    probes: tuple[str, ...] = setting(
+        PROBES, "Settings to probe: all, none, or some of them, such as temperature,stop.", parse=probes_of
+    )
+
+    def __post_init__(self) -> None:
+        if self.baseline_url is not None and self.weights is not None:
+            raise refuse("weights", self.weights, "there is a baseline_url as well; use one of them")

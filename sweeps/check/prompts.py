@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specbatch.errors import refuse
+from specbatch.errors import MOST, refuse
 from specbatch.jobs.prompts import Prompt, read_prompts
 from specbatch.sweeps.check.options import RANDOM_PROMPTS, SAMPLED, CheckOptions
 from specbatch.sweeps.workload.workloads import Workload
@@ -14,6 +14,7 @@ from specbatch.sweeps.workload.workloads import Workload
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.records.run_record import RunRecord
+    from specbatch.sweeps.http.engine import HttpEngine
     from specbatch.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
@@ -33,7 +34,7 @@ def read(options: CheckOptions) -> list[Prompt] | None:
 
 
 def encode(
-    rows: list[Prompt] | None, options: CheckOptions, engine: InferenceEngine, seed: int
+    rows: list[Prompt] | None, options: CheckOptions, engine: InferenceEngine | HttpEngine, seed: int
 ) -> tuple[list[list[int]], list[str | int | None]]:
     """Token ids of the prompts, and their names. Of random prompts, every second one has its first half twice, so that
     there is something to look up. Of the package's prompts those that the engine cannot hold are left out."""
@@ -42,7 +43,7 @@ def encode(
         return prompts, [None] * len(prompts)
     encoded = [(row.encode(engine.tokenizer, chat_template=options.chat_template), row.id) for row in rows]
     if options.source is None:
-        room = engine.caps["max_model_len"] - options.max_new_tokens
+        room = engine.caps.get("max_model_len", MOST) - options.max_new_tokens  # a server may not tell
         fitting = [pair for pair in encoded if len(pair[0]) <= room]
         if not fitting:
             least = min(len(ids) for ids, _ in encoded) + options.max_new_tokens

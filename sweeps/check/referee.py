@@ -29,11 +29,12 @@ LOGIT_ROWS = 256  # computed at a time
 
 @dataclass(frozen=True)
 class RefereePlan:
-    """Where and in which type the referee runs."""
+    """Where and in which type the referee runs. engine_dtype: that of the engines that it judges."""
 
     config: EngineConfig
     device: torch.device
     dtype: torch.dtype
+    engine_dtype: torch.dtype
 
 
 def plan_referee(config: EngineConfig, name: str) -> RefereePlan:
@@ -54,7 +55,7 @@ def plan_referee(config: EngineConfig, name: str) -> RefereePlan:
         works = f"use same, with {size_text(least)} of weights" if least <= room and dtype != own else "use none"
         found = f"its weights take {size_text(need)} of the {size_text(room)} that may be used on {device}"
         raise refuse("referee", name, f"{found}; {works}, or a smaller model")
-    return RefereePlan(config, device, dtype)
+    return RefereePlan(config, device, dtype, own)
 
 
 class Referee:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from specbatch.config.engine_config import Graphs, Speculation
+from specbatch.config.engine_config import Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
@@ -213,7 +214,7 @@ class CheckReport:
             "referee": self._referee(),
             "prompts": self._prompts(),
         }
-        parts = [heading(lines), self._verdict(), self._distributions(), self._tests(), self._divergences()]
+        parts = [heading(lines), self._verdict(), self._distributions(), self.tests(), self._divergences()]
         parts.append(acceptance_table({(): [record.counters]}, sampling="greedy"))
         parts.append("\n".join(draft_length_lines([record.counters], record.caps)))
         parts.append("\n".join(f"* {note}" for note in self._notes()))
@@ -272,7 +273,7 @@ class CheckReport:
                 body.append([f"error of log-probabilities, {name}", *_row(errors)])
         return markdown_table(body, headers)
 
-    def _tests(self) -> str:
+    def tests(self) -> str:
         if not self.judged:
             return ""
         lines = []

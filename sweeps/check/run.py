@@ -7,13 +7,14 @@ closed and the referee, the model alone in float32, judges the tokens of both (`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from pathlib import Path
 
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.request import Completion
 from specbatch.engine.interface import InferenceEngine
 from specbatch.errors import counted, refuse
@@ -62,7 +63,7 @@ def run_check(
         record = engine.record(concurrency=options.concurrency)
     findings = [_compare(a, b, name) for a, b, name in zip(plain_answers, answers, names, strict=True)]
     if plan is not None:
-        findings = _judged(plan, findings, record.caps["dtype"], log, progress)
+        findings = judged_by(plan, findings, record.caps["dtype"], log, progress)
     record.workload = {
         "command": "check",
         "seed": config.seed,
@@ -129,21 +130,27 @@ def _generate(
     return [answers[place] for place in range(len(prompts))]
 
 
-def _compare(plain: Completion, checked: Completion, name: str | int | None) -> Finding:
-    pairs = zip_longest(plain.token_ids, checked.token_ids)
+def find_divergence(plain: Sequence[int], checked: Sequence[int]) -> tuple[int, bool]:
+    """The number of equal tokens before the first divergence, and whether there is one."""
+    pairs = zip_longest(plain, checked)
     equal = next((place for place, (wanted, found) in enumerate(pairs) if wanted != found), None)
+    return len(plain) if equal is None else equal, equal is not None
+
+
+def _compare(plain: Completion, checked: Completion, name: str | int | None) -> Finding:
+    equal, diverges = find_divergence(plain.token_ids, checked.token_ids)
     return Finding(
         index=plain.index,
         id=name,
-        equal=len(plain.token_ids) if equal is None else equal,
-        diverges=equal is not None,
+        equal=equal,
+        diverges=diverges,
         plain=Answer(plain.token_ids, plain.logprobs, error=plain.error),
         checked=Answer(checked.token_ids, checked.logprobs, error=checked.error),
         prompt=plain.prompt_token_ids,
     )
 
 
-def _judged(
+def judged_by(
     plan: RefereePlan, findings: list[Finding], dtype: str, log: Log | None, progress: Progress
 ) -> list[Finding]:
     """The findings with what the referee says of both answers: of all prompts; in float32 of those that diverge and of

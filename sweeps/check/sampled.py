@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic
@@ -46,7 +47,7 @@ SAMPLING: tuple[dict[str, float], ...] = (
     {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
 )
 _DEEPEST = 6  # tokens per request; fewer where a verify yields fewer
-_LEAST_SAMPLES = 30  # requests with the same text, below which the token after it is not tested
+LEAST_SAMPLES = 30  # requests with the same text, below which the token after it is not tested
 
 Text = tuple[int, ...]
 
@@ -103,7 +104,7 @@ class SampledReport:
         if any(item.later.freedom for item in self.tested):
             return None
         return (
-            f"no token {'of a verify' if drafts else 'after the first'} was counted, which needs {_LEAST_SAMPLES} "
+            f"no token {'of a verify' if drafts else 'after the first'} was counted, which needs {LEAST_SAMPLES} "
             "requests with the same tokens before it; use more --seeds, or prompts with a likelier next token"
         )
 
@@ -130,7 +131,7 @@ class SampledReport:
             "prompts": f"{work['prompts']} from {self.options.source or 'the package'}, each with {self.options.seeds} "
             f"seeds for every set of parameters; {work['tokens']} tokens each{check_prompts.left_out(record)}",
         }
-        parts = [heading(lines), self._verdict(), self._table(), self._notes()]
+        parts = [heading(lines), self._verdict(), table_of(self.rows), self._notes()]
         parts.append(acceptance_table({(): [record.counters]}, sampling="sampled"))
         return "\n\n".join(part.rstrip("\n") for part in parts if part)
 
@@ -140,29 +141,13 @@ class SampledReport:
         write_atomic(folder / "summary.md", self.markdown() + "\n")
 
     def _verdict(self) -> str:
-        wrong = [f"{_text(row['sampling'])} ({row['tokens']} tokens)" for row in self.rows if row["deviates"]]
+        wrong = [f"{text_of(row['sampling'])} ({row['tokens']} tokens)" for row in self.rows if row["deviates"]]
         if wrong:
             return f"FAILED: the distribution of sampled tokens is wrong with {'; '.join(wrong)}."
         if self.untested:
             return f"NOT TESTED: {self.untested}."
         count = sum(row["freedom"] > 0 for row in self.rows)
         return f"PASSED: no deviation from the exact distribution in {counted(count, 'test')}."
-
-    def _table(self) -> str:
-        headers = ["sampling", "tokens", "samples", "cells", "p-value", "smallest distance", "verdict"]
-        body = [
-            [
-                _text(row["sampling"]),
-                row["tokens"],
-                str(row["samples"]),
-                str(row["freedom"]),
-                f"{row['p_value']:.2g}" if row["freedom"] else "-",
-                f"{row['smallest_distance']:.3f}" if row["freedom"] else "-",
-                "DEVIATES" if row["deviates"] else "as expected" if row["freedom"] else "nothing to test",
-            ]
-            for row in self.rows
-        ]
-        return markdown_table(body, headers)
 
     def _notes(self) -> str:
         return "\n".join(
@@ -173,6 +158,24 @@ class SampledReport:
                 f"found with a probability of at least {POWER:.0%}.",
             ]
         )
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown."""
+    headers = ["sampling", "tokens", "samples", "cells", "p-value", "smallest distance", "verdict"]
+    body = [
+        [
+            text_of(row["sampling"]),
+            row["tokens"],
+            str(row["samples"]),
+            str(row["freedom"]),
+            f"{row['p_value']:.2g}" if row["freedom"] else "-",
+            f"{row['smallest_distance']:.3f}" if row["freedom"] else "-",
+            "DEVIATES" if row["deviates"] else "as expected" if row["freedom"] else "nothing to test",
+        ]
+        for row in rows
+    ]
+    return markdown_table(body, headers)
 
 
 def run_sampled(
@@ -208,9 +211,9 @@ def run_sampled(
         record = engine.record(concurrency=options.concurrency)
     if log is not None:
         log(f"referee: {str(plan.dtype).removeprefix('torch.')} on {plan.device}")
-    exact = _Exact(Referee(plan, max(map(len, prompts)) + count), prompts)
+    exact = Exact(Referee(plan, max(map(len, prompts)) + count), prompts)
     tested = [
-        _test(sampling, [answers[place, index] for index in range(len(prompts))], exact, count)
+        test_of(sampling, [answers[place, index] for index in range(len(prompts))], exact, count)
         for place, sampling in enumerate(SAMPLING)
     ]
     result = SampledReport(options, tested, record)
@@ -239,7 +242,7 @@ def _tokens(item: Completion) -> Text:
     return tuple(item.token_ids)
 
 
-class _Exact:
+class Exact:
     """The exact distribution of the token after a prompt and a text."""
 
     def __init__(self, referee: Referee, prompts: list[list[int]]) -> None:
@@ -256,7 +259,7 @@ class _Exact:
         return probabilities_ref(self._logits[prompt, text][None], *filters)[0]
 
 
-def _test(sampling: dict[str, float], answers: Sequence[list[Text]], exact: _Exact, count: int) -> Tested:
+def test_of(sampling: dict[str, float], answers: Sequence[list[Text]], exact: Exact, count: int) -> Tested:
     """answers: by prompt."""
     found: tuple[list[ChiSquare], list[ChiSquare]] = [], []
     samples = [0, 0]
@@ -267,7 +270,7 @@ def _test(sampling: dict[str, float], answers: Sequence[list[Text]], exact: _Exa
                 if len(text) > depth:
                     after[text[:depth]][text[depth]] += 1
             for text, tokens in after.items():
-                if tokens.total() < _LEAST_SAMPLES:
+                if tokens.total() < LEAST_SAMPLES:
                     continue
                 chances = exact.chances(prompt, text, sampling)
                 counts = torch.zeros(len(chances))
@@ -279,5 +282,5 @@ def _test(sampling: dict[str, float], answers: Sequence[list[Text]], exact: _Exa
     return Tested(sampling, total(found[0]), total(found[1]), (samples[0], samples[1]))
 
 
-def _text(sampling: dict[str, float]) -> str:
+def text_of(sampling: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in sampling.items())

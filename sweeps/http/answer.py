@@ -4,39 +4,26 @@ right."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.sweeps.http.client import Failed, message_of, one_line
+from specbatch.sweeps.http.verifies import (
+    Drafting,
+    Progress,
+    Timings,
+    add_verifies,
+    count_of,
+    of_llamacpp,
+    of_sglang,
+    of_vllm,
+    progress_of,
+)
 
 SPECIAL_TOKENS = 8  # that a server may add to a prompt
-MOST_DRAFTS = 1_024  # positions of a histogram that are read
 TEMPLATE_TOKENS = 2_048  # that a server's chat template may add, such as a system prompt
 _BASE_BYTES, _TOKEN_BYTES = 2**20, 2**13  # of a stream, with the JSON around its tokens
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """The verifies of an answer, as SGLang counts them (`return_spec_tokens_details`): all with drafts, before tokens
-    after a stop are trimmed.
-
-    accepted_histogram   verifies that accepted 0, 1, 2, ... drafts
-    """
-
-    verifies: int
-    accepted: int
-    proposed: int
-    accepted_histogram: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Timings:
-    """The drafts of an answer, as llama.cpp counts them (`timings`): before tokens after a stop are trimmed."""
-
-    proposed: int
-    accepted: int
 
 
 class Answer:
@@ -56,11 +43,14 @@ class Answer:
         self.index, self.prompt, self.max_tokens, self.text = index, prompt, max_tokens, text
         # A server that drops part of a prompt measures something else. A token has at least one byte.
         least, most = (len(prompt),) * 2 if text is None else (bool(text), len(text.encode("utf-8", "replace")))
+        self._size = f"{len(prompt)} tokens" if prompt or text is None else f"{len(text)} characters"
         self.prompt_range = (1, 2 * most + TEMPLATE_TOKENS) if templated else (least, most + SPECIAL_TOKENS)
         self.submitted = self.sent = submitted
         self.first: float | None = None
         self.last = submitted
-        self.texts: list[str] = []  # of the chunks that have one
+        self.texts: list[str] = []  # of the chunks
+        self.reasoning: list[str] = []  # that the server split off, of the chunks
+        self.pieces = 0  # chunks with some text
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.prompt_tokens: int | None = None
@@ -70,7 +60,13 @@ class Answer:
         self.is_counted = True  # does every chunk have usage?
         self.arrivals: list[tuple[float, int]] = []  # of counted tokens: when, and how many
         self.finished = submitted  # when the finish reason arrived
-        self.drafting: Drafting | Timings | None = None  # by SGLang or llama.cpp
+        self._drafting: Drafting | None = None  # by vLLM or SGLang
+        self._progress: list[Progress] = []  # by llama.cpp
+
+    @property
+    def drafting(self) -> Drafting | Timings | None:
+        """What the server reported of its verifies."""
+        return self._drafting or of_llamacpp(self._progress)
 
     @property
     def most_bytes(self) -> int:
@@ -84,20 +80,19 @@ class Answer:
         usage, choices = chunk.get("usage"), chunk.get("choices")
         if usage is not None:
             self._take_usage(usage)
-        if extension := chunk.get("sglext"):
-            self.drafting = _drafting_of(extension) or self.drafting
-        if isinstance(timings := chunk.get("timings"), dict) and "predicted_n" in timings:
-            counts = (_count_of(timings, name, "timings") or 0 for name in ("draft_n", "draft_n_accepted"))
-            self.drafting = Timings(*counts)
+        self._drafting = of_vllm(chunk.get("metrics")) or of_sglang(chunk.get("sglext")) or self._drafting
+        if (progress := progress_of(chunk.get("timings"))) is not None:
+            self._progress.append(progress)
         if not choices:  # a last chunk, only of usage
             return
         if not isinstance(choices, list) or not isinstance(choices[0], dict):
             raise Failed("the stream has a chunk that is not of a completion")
-        text, reason = _text_of(choices[0]), choices[0].get("finish_reason")
+        (reasoning, content), reason = _texts_of(choices[0]), choices[0].get("finish_reason")
+        text = reasoning + content
         if not isinstance(reason, str | None):
             raise Failed("the stream has a text or finish_reason that is not a string")
         if text:
-            self._take_text(text)
+            self._take_text(reasoning, content)
         if reason:
             self.finish_reason, self.finished = reason, now
         if usage is not None:
@@ -109,18 +104,20 @@ class Answer:
         if text or (reason and not self.counted):  # the end token of an answer has no text
             self._arrived(now)
 
-    def _take_text(self, text: str) -> None:
+    def _take_text(self, reasoning: str, text: str) -> None:
         if self.finish_reason is not None:
             raise Failed("the stream has text after its finish_reason")
         self.texts.append(text)
-        if len(self.texts) > self.max_tokens + 1:  # the last chunk may be text that was held back
+        self.reasoning.append(reasoning)
+        self.pieces += 1
+        if self.pieces > self.max_tokens + 1:  # the last chunk may be text that was held back
             raise Failed(f"the stream has more than {self.max_tokens + 1} chunks for max_tokens={self.max_tokens}")
 
     def _take_usage(self, usage: Any) -> None:
         if not isinstance(usage, dict):
             raise Failed("the stream has usage that is not an object")
-        prompt, completion = _count_of(usage, "prompt_tokens"), _count_of(usage, "completion_tokens")
-        total, details = _count_of(usage, "total_tokens"), usage.get("prompt_tokens_details")
+        prompt, completion = count_of(usage, "prompt_tokens"), count_of(usage, "completion_tokens")
+        total, details = count_of(usage, "total_tokens"), usage.get("prompt_tokens_details")
         if completion is None:
             raise Failed("usage has no completion_tokens")
         if completion > self.max_tokens:
@@ -133,11 +130,11 @@ class Answer:
                 raise Failed(f"prompt_tokens of usage changed from {self.prompt_tokens} to {prompt}")
             least, most = self.prompt_range
             if not least <= prompt <= most:
-                raise Failed(f"usage has {prompt} prompt_tokens for a prompt of {len(self.prompt)} tokens")
+                raise Failed(f"usage has {prompt} prompt_tokens for a prompt of {self._size}")
             if total is not None and total != prompt + completion:
                 raise Failed(f"usage has {total} total_tokens, but {prompt} + {completion}")
             self.prompt_tokens = prompt
-        if isinstance(details, dict) and (cached := _count_of(details, "cached_tokens")) is not None:
+        if isinstance(details, dict) and (cached := count_of(details, "cached_tokens")) is not None:
             if cached > (self.prompt_tokens or 0):
                 raise Failed(f"usage has {cached} cached_tokens of {self.prompt_tokens} prompt_tokens")
             self.cached_tokens = cached
@@ -151,14 +148,13 @@ class Answer:
         tokens = self.completion_tokens
         if tokens is None:
             raise Failed("the stream has no usage (stream_options.include_usage), so tokens cannot be counted")
-        if not tokens or tokens < len(self.texts) - 1:
-            raise Failed(f"usage has {tokens} completion_tokens for {len(self.texts)} chunks of text")
+        if not tokens or tokens < self.pieces - 1:
+            raise Failed(f"usage has {tokens} completion_tokens for {self.pieces} chunks of text")
         if self.is_counted:  # an end token may come with the finish reason, uncounted
             self._count(tokens - self.counted, self.finished)
 
     def completion(self) -> Completion:
         tokens = self.completion_tokens or 0
-        verifies, drafted, accepted = self._verifies(tokens)
         metrics = RequestMetrics(
             prompt_tokens=len(self.prompt) if self.prompt_tokens is None else self.prompt_tokens,
             cached_tokens=self.cached_tokens,
@@ -167,28 +163,12 @@ class Answer:
             ttft_s=None if self.first is None else self.first - self.submitted,
             tpot_s=(self.last - self.first) / (tokens - 1) if self.first is not None and tokens > 1 else None,
             e2e_s=self.last - self.submitted,
-            verify_steps=verifies,
-            emitted=tokens - 1 if verifies else 0,
-            drafted=drafted,
-            accepted=accepted,
-            accept_length=(tokens - 1) / verifies if verifies else None,
             itl_s=self._gaps() if self.is_counted else [],
         )
-        # Surrogates that JSON escapes: pairs are joined, others are replaced.
-        text = "".join(self.texts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        reason = self.finish_reason or "abort"
-        return Completion(self.index, list(self.prompt), [], text, reason, metrics, error=self.error)
-
-    def _verifies(self, tokens: int) -> tuple[int, int, int]:
-        """Verifies after the first token, and drafted and accepted tokens that count in the accept rate; zeros if they
-        are unknown. Each verify of llama.cpp emits one token and the drafts that it accepted. It cuts drafts to fit
-        into the limit, but those that it accepted after another end count, too."""
-        if isinstance(self.drafting, Drafting):
-            return self.drafting.verifies, 0, 0
-        if self.drafting is None or (self.drafting.accepted and tokens != self.max_tokens):
-            return 0, 0, 0
-        verifies = tokens - 1 - self.drafting.accepted
-        return (verifies, self.drafting.proposed, self.drafting.accepted) if verifies > 0 else (0, 0, 0)
+        add_verifies(metrics, self.drafting, max_tokens=self.max_tokens, ended_early=tokens != self.max_tokens)
+        text, reasoning = _joined(self.texts), _joined(self.reasoning) or None
+        reason, error = self.finish_reason or "abort", self.error
+        return Completion(self.index, list(self.prompt), [], text, reason, metrics, error=error, reasoning=reasoning)
 
     def _gaps(self) -> list[float]:
         """Inter-token latencies: each token of an arrival has an equal share of the time since the one before."""
@@ -210,38 +190,19 @@ class Answer:
         self.last = now
 
 
-def _text_of(choice: dict[str, Any]) -> str:
-    """The text of a chunk, of /v1/completions or of /v1/chat/completions, where reasoning has a field of its own: that
-    of vLLM is `reasoning`, that of SGLang `reasoning_content`."""
+def _texts_of(choice: dict[str, Any]) -> tuple[str, str]:
+    """Reasoning and text of a chunk of /v1/completions or /v1/chat/completions. The field of reasoning is `reasoning`
+    of vLLM, some releases of which repeat it as `reasoning_content`, the field of SGLang and llama.cpp."""
     delta = choice.get("delta")
     if isinstance(delta, dict):
-        parts = [delta.get(name) or "" for name in ("reasoning", "reasoning_content", "content")]
+        reasoning, text = delta.get("reasoning") or delta.get("reasoning_content") or "", delta.get("content") or ""
     else:
-        parts = [choice.get("text") or ""]
-    if not all(isinstance(part, str) for part in parts):
+        reasoning, text = "", choice.get("text") or ""
+    if not isinstance(reasoning, str) or not isinstance(text, str):
         raise Failed("the stream has a text or finish_reason that is not a string")
-    return "".join(parts)
+    return reasoning, text
 
 
-def _drafting_of(extension: Any) -> Drafting | None:
-    """What SGLang counted of its verifies; None without any."""
-    details = extension.get("spec_tokens_details") if isinstance(extension, dict) else None
-    if not isinstance(details, dict):
-        return None
-    names = ("spec_verify_ct", "spec_num_correct_drafts", "spec_num_proposed_drafts")
-    verifies, accepted, proposed = (_count_of(details, name, "sglext") or 0 for name in names)
-    histogram = details.get("spec_correct_drafts_histogram") or []
-    if not isinstance(histogram, list):
-        raise Failed("sglext has spec_correct_drafts_histogram that is not a list")
-    counts = tuple(_count_of({"an item": count}, "an item", "sglext") or 0 for count in histogram[:MOST_DRAFTS])
-    return Drafting(verifies, accepted, proposed, counts) if verifies else None
-
-
-def _count_of(table: dict[str, Any], name: str, of: str = "usage") -> int | None:
-    """A count of the server, None without one. Raises Failed unless it is a whole number of at least 0."""
-    value = table.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise Failed(f"{of} has {name}={one_line(repr(value), 40)}, which is not a count")
-    return value
+def _joined(parts: list[str]) -> str:
+    """The text of chunks. Surrogates that JSON escapes: pairs are joined, others are replaced."""
+    return "".join(parts).encode("utf-16", "surrogatepass").decode("utf-16", "replace")

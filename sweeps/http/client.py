@@ -97,6 +97,11 @@ async def read_text(url: str, headers: dict[str, str], *, method: str = "GET", b
         return (await _body(response, BODY_BYTES)).decode("utf-8", "replace")
 
 
+async def read_json(response: aiohttp.ClientResponse) -> dict[str, Any]:
+    """The JSON object of an answer that is not streamed."""
+    return parsed(await _body(response, BODY_BYTES))
+
+
 async def check_status(response: aiohttp.ClientResponse) -> None:
     """Raise Failed for a status other than 200, with the server's reason, and for a compressed body."""
     if 300 <= response.status < 400:

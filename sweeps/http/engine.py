@@ -10,6 +10,9 @@ counts in every chunk (`continuous_usage_stats`: vLLM, SGLang), inter-token late
 A request whose connection ends before a byte of its answer came is sent once more, on a new connection: servers close
 connections between requests, as llama.cpp's does after each stream. `resent_requests` in the counters is their number.
 `client_cpu_share` in the counters is the CPU time of this client over the window: near 1 the client itself is slow.
+
+A sweep gives prompts as token ids, which go out as `Server.send` says. An evaluation also gives texts and messages,
+which go out as they are and need no tokenizer here.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, TypeGuard
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import aiohttp
 
@@ -30,36 +33,69 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import error_counts, most_at_once, peak_throughput, summarize
 from specbatch.sweeps.http import client as http_client
-from specbatch.sweeps.http.answer import Answer, Drafting, Timings
+from specbatch.sweeps.http.answer import Answer
 from specbatch.sweeps.http.client import CONNECT_S, ERRORS, Failed, StatusError, Unanswered, describe, events, parsed
 from specbatch.sweeps.http.prompt_text import PromptText
+from specbatch.sweeps.http.scoring import Scores
 from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.http.server_cache import ServerCache
 from specbatch.sweeps.http.server_counters import accepted, counters_of
+from specbatch.sweeps.http.verifies import Drafting, Timings
 from specbatch.sweeps.workload.workloads import SENT
 
 if TYPE_CHECKING:
+    from specbatch.engine.scoring import Likelihood, Pair
     from specbatch.text.tokenizer import Tokenizer
 
 NAME_LENGTH = 200  # of a model, which becomes the name of a folder
 VERSION = ("/version", "/server_info")  # vLLM, SGLang
-SGLANG = "sglang"  # owned_by of its models
+VLLM, SGLANG, LLAMACPP = "vllm", "sglang", "llamacpp"  # owned_by of their models
+NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_penalty": 1.0}
+LONGEST_PENALIZED = 2**20  # tokens: llama.cpp's server has no number for all, and a buffer of so many
+# By `HttpEngine.kind`, what asks it to report its verifies. vLLM does if it was started to.
+VERIFIES = {SGLANG: "return_spec_tokens_details", LLAMACPP: "timings_per_token"}
 Messages = list[dict[str, Any]]
+Prompt = list[int] | str | Messages
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A prompt as it is sent: as messages, else as text, else as token ids.
+
+    text  of messages: that of all of them
+    """
+
+    ids: list[int]
+    text: str | None = None
+    messages: Messages | None = None
 
 
 class HttpEngine:
-    """The part of `Engine` that a sweep needs. Raises SpecbatchError if the server, its model or a tokenizer is not
-    available; a request that fails later is a completion with finish_reason "error", counted by its
-    `error` in the record."""
+    """The part of `Engine` that a sweep or an evaluation needs. Raises SpecbatchError if the server, its model or a
+    tokenizer is not available; a request that fails later is a completion with finish_reason "error", counted by its
+    `error` in the record.
+
+    model   one of the server's
+    kind    `VLLM`, `SGLANG` or `LLAMACPP`, another name, or "" of a server that names itself by none
+    """
 
     tokenizer: Tokenizer  # next to an engine, that of the engine, set by whoever loads it
 
-    def __init__(self, server: Server, *, log: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        *,
+        log: Callable[[str], None] | None = None,
+        tokenizer: bool = True,
+        prefix_cache: bool = False,
+    ) -> None:
+        """tokenizer: prompts are token ids, for which the model's tokenizer is opened here. prefix_cache: answers may
+        come from it, also from that of a server which requests can keep from using it."""
         self.server = server
         self._log = log or (lambda line: None)
         found = self._model()
         self.model: str = found["id"]
-        if server.alongside is None:
+        if server.alongside is None and tokenizer:
             self.tokenizer = self._open_tokenizer(found)
         self.config = server
         self.caps: dict[str, Any] = {"device": server.base_url, "dtype": "the server's own"}
@@ -68,10 +104,10 @@ class HttpEngine:
             self.caps["max_model_len"] = longest
         self._messages: dict[tuple[int, ...], Messages] = {}
         self._texts: PromptText | None = None
-        kind = found.get("owned_by")
-        self._is_sglang = kind == SGLANG
-        owner = http_client.one_line(kind, NAME_LENGTH) if isinstance(kind, str) else ""
-        self._cache = ServerCache(owner or None, lambda path: self._ask_text(path, method="POST"))
+        owned = found.get("owned_by")
+        self.kind = owner = http_client.one_line(owned, NAME_LENGTH) if isinstance(owned, str) else ""
+        self._verifies = {VERIFIES[owner]: True} if owner in VERIFIES else {}
+        self._cache = ServerCache(owner or None, lambda path: self._ask_text(path, method="POST"), used=prefix_cache)
         if (version := self._version()) is not None:
             self.caps["server_version"] = version
             owner = f"{owner} {version}".lstrip()
@@ -85,7 +121,7 @@ class HttpEngine:
 
     def generate(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         *,
         concurrency: int,
@@ -94,14 +130,27 @@ class HttpEngine:
     ) -> list[Completion]:
         """As `Engine.generate`; the completions hold text and no token ids. Refuses parameters that are not sent."""
         for own in {id(own): own for own in params}.values():
-            _refuse_unsent(own)
-        if self.server.send == "text" and self._texts is None:
-            self._texts = PromptText(self.tokenizer, lambda body: self._get_text("/tokenize", body))
+            self._refuse_unsent(own)
+        self._prepare_texts(prompts)
         cpu = time.thread_time()
         try:
             return asyncio.run(self._work(prompts, params, concurrency, arrivals, on_completion))
         finally:
             self._cpu_s += time.thread_time() - cpu
+
+    def score(
+        self,
+        pairs: Sequence[Pair],
+        *,
+        concurrency: int,
+        on_score: Callable[[int, Likelihood], None] | None = None,
+    ) -> list[Likelihood | str]:
+        """As `Engine.score`; in place of a likelihood that the server did not give, the reason in one line."""
+        return self._scores.of(pairs, concurrency, on_score)
+
+    def check_scores(self, pair: Pair) -> None:
+        """Raises Failed if the server gives no log-probabilities of a prompt, here this one."""
+        self._scores.check(pair)
 
     def know_messages(self, prompts: Sequence[list[int]], messages: Sequence[Messages | None]) -> None:
         """The messages that the chat template rendered as these prompts, for `send` "chat"; None: another kind."""
@@ -111,6 +160,16 @@ class HttpEngine:
             works = "needs prompts that are messages: use a data set of messages, or --chat-template"
             raise refuse("send", "chat", works)
         self._messages |= {tuple(ids): found for ids, found in zip(prompts, messages, strict=True) if found}
+
+    def question(self, prompt: list[int]) -> tuple[dict[str, Any], str]:
+        """The fields of a request that name the model and hold a prompt, and its path, for requests of a caller."""
+        self._prepare_texts([prompt])
+        asked, path = self._question(self._asked(prompt))
+        return {"model": self.model, **asked, **self._cache.fields}, path
+
+    def messages_of(self, prompt: list[int]) -> Messages:
+        """What `know_messages` said of a prompt."""
+        return self._messages[tuple(prompt)]
 
     def forget_prefixes(self) -> None:
         """Keep what follows from using the server's prefix cache of what came before, if it has a way for that."""
@@ -122,7 +181,8 @@ class HttpEngine:
         self._before = counters_of(self._get_text("/metrics"))
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
-        """All work since `reset_record`. The accept length comes from the server's own counters over that time."""
+        """All work since `reset_record`. The accept length is what the server
+        reports of each request or, where it reports nothing, its own counters over that time."""
         window = self._closed - self._opened if self._opened is not None else 0.0
         metrics = summarize(self._completions, window, concurrency)
         metrics["peak_output_throughput"] = peak_throughput(self._per_second, window) if self._counts_chunks else None
@@ -132,16 +192,25 @@ class HttpEngine:
         counters = {"errors": error_counts(self._completions), "resent_requests": self._resent} | found.counters
         if window > 0:
             counters["client_cpu_share"] = self._cpu_s / window
+        requests = [item.as_row() for item in self._completions]
+        if self._scores.is_used:
+            counters["scoring"] = self._scores.tally.numbers()
+            if self._opened is None:  # nothing was generated
+                metrics, requests = self._scores.tally.numbers(), list(self._scores.tally.rows)
         return RunRecord(
             config=self._config(),
             caps=dict(self.caps),
             metrics=metrics,
             counters=counters,
-            requests=[item.as_row() for item in self._completions],
+            requests=requests,
             workload=workload or {},
         )
 
     # -- inside -----------------------------------------------------------------------------------------------
+
+    def _prepare_texts(self, prompts: Sequence[Prompt]) -> None:
+        if self.server.send == "text" and self._texts is None and any(_is_ids(prompt) for prompt in prompts):
+            self._texts = PromptText(self.tokenizer, lambda body: self._get_text("/tokenize", body))
 
     def _config(self) -> dict[str, Any]:
         found = self.server.as_dict() | {
@@ -152,10 +221,12 @@ class HttpEngine:
             "request_timeout_s": self.server.request_timeout,
         }
         if self.server.alongside is None:
-            found |= {"model": self.model, "tokenizer": self.tokenizer.name}
+            tokenizer = self.tokenizer.name if hasattr(self, "tokenizer") else self.server.tokenizer
+            found |= {"model": self.model, "tokenizer": tokenizer}
         return found
 
     def _start_window(self) -> None:
+        self._scores = Scores(self.server, self.model)
         self._completions: list[Completion] = []
         self._drafting: list[Drafting | Timings] = []
         self._resent = 0
@@ -168,7 +239,7 @@ class HttpEngine:
 
     async def _work(
         self,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
         concurrency: int,
         arrivals: Sequence[float] | None,
@@ -186,11 +257,11 @@ class HttpEngine:
                 index = waiting.popleft()
                 arrived = time.perf_counter() if arrivals is None else start + arrivals[index]
                 await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
-                text = self._texts.of(prompts[index]) if self._texts is not None else None
-                most, templated = params[index].max_new_tokens, self.server.send == "chat"
-                answer = Answer(index, prompts[index], arrived, most, text, templated=templated)
+                asked, most = self._asked(prompts[index]), params[index].max_new_tokens
+                templated = asked.messages is not None
+                answer = Answer(index, asked.ids, arrived, most, asked.text, templated=templated)
                 try:
-                    await self._ask(session, answer, params[index], text)
+                    await self._ask(session, answer, params[index], asked)
                 except Exception as error:  # whatever an answer leads to fails its request and not the sweep
                     answer.finish_reason, answer.error = "error", describe(error)
                 self._closed = max(self._closed, time.perf_counter())
@@ -202,9 +273,12 @@ class HttpEngine:
                 if on_completion is not None:
                     on_completion(completion)
 
-        async with http_client.session(self.server.headers, timeout) as session, asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, len(prompts))):
-                group.create_task(worker(session))
+        try:
+            async with http_client.session(self.server.headers, timeout) as session, asyncio.TaskGroup() as group:
+                for _ in range(min(concurrency, len(prompts))):
+                    group.create_task(worker(session))
+        except ExceptionGroup as errors:  # of `on_completion`
+            raise errors.exceptions[0] from None
         return [done[index] for index in range(len(prompts))]
 
     def _take(self, answer: Answer) -> None:
@@ -212,33 +286,35 @@ class HttpEngine:
         assert self._opened is not None
         if answer.drafting is not None:
             self._drafting.append(answer.drafting)
-        if self._texts is not None and answer.text is not None:
+        if self._texts is not None and answer.text is not None and answer.prompt:
             self._texts.learn(answer.prompt, answer.text, answer.prompt_tokens)
         self._counts_chunks = self._counts_chunks and answer.is_counted
         for when, tokens in answer.arrivals:
             self._per_second[int(when - self._opened)] += tokens
 
-    async def _ask(
-        self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams, text: str | None
-    ) -> None:
+    async def _ask(self, session: aiohttp.ClientSession, answer: Answer, params: SamplingParams, asked: _Asked) -> None:
         """Send a request and read its stream to the end. Raises what went wrong, one of ERRORS."""
-        asked, path = self._question(answer.prompt, text)
+        question, path = self._question(asked)
         body: dict[str, Any] = {
             "model": self.model,
-            **asked,
+            **question,
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,
             "ignore_eos": params.ignore_eos,
             "skip_special_tokens": params.skip_special_tokens,
             **_sampling(params),
+            **self._penalties(params),
             **self._cache.fields,
+            **self._verifies,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         if params.stop:
             body["stop"] = list(params.stop)
-        if self._is_sglang:
-            body["return_spec_tokens_details"] = True
+        if params.stop_token_ids:
+            body["stop_token_ids"] = list(params.stop_token_ids)
+        if params.min_tokens:
+            body["min_tokens"] = params.min_tokens
         answer.sent = time.perf_counter()
         try:
             await self._stream(session, path, body, answer)
@@ -266,14 +342,44 @@ class HttpEngine:
                 raise Failed(f"no data for {self.server.idle_timeout:g} s (--idle-timeout)") from None
             raise Failed(f"not finished after {self.server.request_timeout:g} s (--request-timeout)") from None
 
-    def _question(self, prompt: list[int], text: str | None) -> tuple[dict[str, Any], str]:
-        """The fields of a request that hold its prompt, and its path."""
-        if self.server.send != "chat":
-            return {"prompt": prompt if text is None else text}, "/v1/completions"
-        fields: dict[str, Any] = {"messages": self._messages[tuple(prompt)]}
+    def _asked(self, prompt: Prompt) -> _Asked:
+        if isinstance(prompt, str):
+            return _Asked([], prompt)
+        if _is_ids(prompt):
+            if self.server.send == "chat":
+                return _Asked(prompt, messages=self._messages[tuple(prompt)])
+            return _Asked(prompt, self._texts.of(prompt) if self._texts is not None else None)
+        messages = cast("Messages", prompt)
+        return _Asked([], "".join(str(message.get("content", "")) for message in messages), messages)
+
+    def _question(self, asked: _Asked) -> tuple[dict[str, Any], str]:
+        """The fields of a request that hold its prompt, and its path. An answer may be begun by the last message."""
+        if asked.messages is None:
+            return {"prompt": asked.ids if asked.text is None else asked.text}, "/v1/completions"
+        fields: dict[str, Any] = {"messages": asked.messages}
+        if asked.messages[-1].get("role") == "assistant":
+            fields |= {"add_generation_prompt": False, "continue_final_message": True}
         if self.server.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.server.thinking}
         return fields, "/v1/chat/completions"
+
+    def _penalties(self, params: SamplingParams) -> dict[str, Any]:
+        """Penalties, also those that change nothing: vLLM and SGLang take a repetition penalty that is not sent from
+        the model's generation_config.json. llama.cpp has another name for it, and looks at the last 64 tokens only."""
+        found = {name: getattr(params, name) for name in ("presence_penalty", "frequency_penalty")}
+        if self.kind == LLAMACPP:
+            found["repeat_penalty"] = params.repetition_penalty
+            return found if found == NO_PENALTIES else found | {"repeat_last_n": LONGEST_PENALIZED}
+        return found | {"repetition_penalty": params.repetition_penalty}
+
+    def _refuse_unsent(self, params: SamplingParams) -> None:
+        for item in fields(params):
+            if (value := getattr(params, item.name)) == item.default:
+                continue
+            if item.name not in SENT:
+                raise refuse(item.name, value, "is not sent to a server; leave it out")
+            if item.name in ("min_tokens", "stop_token_ids") and self.kind == LLAMACPP:
+                raise refuse(item.name, value, "llama.cpp's server has no such parameter; leave it out")
 
     # -- the server -------------------------------------------------------------------------------------------
 
@@ -335,10 +441,8 @@ def _is_name(model: object) -> TypeGuard[str]:
     return isinstance(model, str) and model.isprintable() and 0 < len(model) <= NAME_LENGTH
 
 
-def _refuse_unsent(params: SamplingParams) -> None:
-    for item in fields(params):
-        if item.name not in SENT and (value := getattr(params, item.name)) != item.default:
-            raise refuse(item.name, value, "is not sent to a server; leave it out")
+def _is_ids(prompt: Prompt) -> TypeGuard[list[int]]:
+    return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict))
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.settings import setting
+from specbatch.config.speculation import Speculation
 from specbatch.errors import refuse
 
 SENDS = ("ids", "text", "chat")
+CONCURRENCY = 32  # requests of an evaluation at a time, unless the user says otherwise
 _OF_MODEL = ("model", "load_format", "tokenizer", "seed")  # settings that say what the numbers of a sweep are of
 
 
@@ -30,6 +32,7 @@ class Server:
     request_timeout  seconds from sending a request to the end of its answer
     speculation  what the server was started with, for its records; it is not sent. None: not known
     thinking     "chat": `enable_thinking` of the template; None leaves it to the template
+    seed         from which an evaluation derives those of sampled answers; a sweep has its own
     alongside    an engine of the same sweep, which must have the same model: the server's records name it, and the
                  prompts are made with its tokenizer
     """
@@ -50,6 +53,7 @@ class Server:
     request_timeout: float = setting(3600.0, "Seconds after which a request that has not finished has failed.")
     speculation: Speculation | None = None
     thinking: bool | None = None
+    seed: int | None = None
     alongside: EngineConfig | None = field(default=None, repr=False)
     prefix_cache: ClassVar[bool] = True  # the server may have one
 
@@ -92,6 +96,7 @@ class Server:
             "speculation_known": self.speculation is not None,
             "graphs": asdict(Graphs()),
             "prefix_cache": "the server's own",
+            **({} if self.seed is None else {"seed": self.seed}),
             **({name: getattr(self.alongside, name) for name in _OF_MODEL} if self.alongside is not None else {}),
         }
 

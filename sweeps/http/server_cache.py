@@ -29,11 +29,13 @@ class ServerCache:
     state   for records: how the last point was kept from it, or why not
     """
 
-    def __init__(self, owner: str | None, post: Callable[[str], str]) -> None:
-        """owner: `owned_by` of the server's model. post: the answer to a POST of a path; raises one of ERRORS."""
+    def __init__(self, owner: str | None, post: Callable[[str], str], *, used: bool = False) -> None:
+        """owner: `owned_by` of the server's model. post: the answer to a POST of a path; raises one of ERRORS. used:
+        requests use it where they can be kept from it."""
         self._owner, self._post = owner, post
-        self.fields: dict[str, Any] = {"cache_prompt": False} if owner == "llamacpp" else {}
-        self.state = "not used (cache_prompt=false)" if self.fields else "not emptied yet"
+        self.fields: dict[str, Any] = {"cache_prompt": False} if owner == "llamacpp" and not used else {}
+        usual = "used" if used else "not emptied yet"
+        self.state = "not used (cache_prompt=false)" if self.fields else usual
 
     def forget(self) -> None:
         """Keep what follows from using what came before."""

@@ -4,21 +4,24 @@ Four definitions are in use. Records have `accept_length` as `specbatch.records.
 verifies emitted over verifies, those without drafts included, the first token of a request (made by prefill) and tokens
 past a stop left out. What servers count is converted to it:
 
-* vLLM (checked with 0.33.0: vllm/v1/spec_decode/metrics.py, vllm/v1/metrics/loggers.py and stats.py) counts verifies
-  with drafts (those of n-gram lookup that finds nothing, too: it drafts the last token), and accepted drafts before
-  tokens past a stop are trimmed. But it observes one inter-token latency for each step of a request that emitted tokens
-  after its first ones, and one time to first token for each request. So accept length is (generated tokens - times to
-  first token) / inter-token latencies. Its own figure, 1 + accepted / drafts, is the metric `untrimmed_accept_length`.
+* vLLM (checked with 0.33.0: vllm/v1/spec_decode/metrics.py, vllm/v1/metrics/loggers.py and stats.py) reports the
+  verifies of each request, if it was started with `--per-request-spec-decode-metrics` (`sweeps.http.verifies`). Else
+  its counters are read: of verifies with drafts (those of n-gram lookup that finds nothing, too: it drafts the last
+  token), and of drafts accepted before tokens past a stop are trimmed. But it observes one inter-token latency for each
+  step of a request that emitted tokens after its first ones, and one time to first token for each request. So accept
+  length is (generated tokens - times to first token) / inter-token latencies. Its own figure, 1 + accepted / drafts, is
+  the metric `untrimmed_accept_length`.
 * SGLang (checked with 0.5.23: sglang/srt/managers/tokenizer_manager.py and entrypoints/openai/protocol.py) reports
-  `spec_verify_ct` of each request that asks for it (`return_spec_tokens_details`). Its `spec_accept_length` divides all
-  tokens by that, the first one included; here it is left out. Releases without these details have a counter of verifies
-  (`--enable-metrics`), of all requests that ended. The gauge of the accept length covers an unknown window and is not
-  read.
+  `spec_verify_ct` of each request that asks for it. Its `spec_accept_length` divides all tokens by that, the first one
+  included; here it is left out. Releases without these details have a counter of verifies (`--enable-metrics`), of all
+  requests that ended. The accept length of its log, its gauge and its benchmark covers all work since the server
+  started and is not read.
 * llama.cpp (checked by running xllamacpp 2026.10.11549) has vLLM's counters of drafts under its own name (`--metrics`),
-  and reports `draft_n` and `draft_n_accepted` in the `timings` of each answer, both before tokens past a stop are
-  trimmed. Verifies without drafts are in neither. But each verify emits one token and the drafts that it accepted, and
-  drafts are cut to fit into the limit. So an answer that ended at its limit took tokens - 1 - `draft_n_accepted`
-  verifies. Of one that ended before, the number is not known if drafts were accepted.
+  and reports `draft_n` and `draft_n_accepted` in the `timings` of each chunk, both before tokens past a stop are
+  trimmed. Verifies without drafts are in neither; the chunks show them, unless one has several tokens. Of such an
+  answer it is known that each verify emits one token and the drafts that it accepted, and that drafts are cut to fit
+  into the limit. So one that ended at its limit took tokens - 1 - `draft_n_accepted` verifies; of one that ended
+  before, the number is not known if drafts were accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specbatch.core.request import Completion
 from specbatch.records.markdown import sum_lists
-from specbatch.sweeps.http.answer import Drafting, Timings
+from specbatch.records.summarize import emitted_histogram, total_acceptance
+from specbatch.sweeps.http.verifies import Drafting, Timings
 
 DRAFTS, DRAFTED, ACCEPTED, BY_POSITION = (
     f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
@@ -55,19 +59,21 @@ _TOLERANCE = 0.02  # of generated tokens: the server also counts those of a stop
 class Accepted:
     """What a server accepted in a window. metrics and counters go into its record.
 
-    source   where the accept length comes from; if it is unknown, the reason
+    source      where the accept length comes from; if it is unknown, the reason
+    acceptance  verifies with drafts, and by draft position how many accepted it and all before it, untrimmed
+    own         `acceptance` and `emitted_histogram` as of this engine, if each verify is known
     """
 
     source: str
     metrics: dict[str, float | None] = field(default_factory=dict)
     acceptance: dict[str, Any] | None = None
+    own: dict[str, Any] = field(default_factory=dict)
 
     @property
     def counters(self) -> dict[str, Any]:
-        """`server_acceptance`: verifies with drafts, and by draft position how many accepted it and all before it."""
         known = self.metrics.get("accept_length") is not None
         found: dict[str, Any] = {"accept_length_source" if known else "no_accept_length": self.source}
-        return found | ({"server_acceptance": self.acceptance} if self.acceptance else {})
+        return found | self.own | ({"server_acceptance": self.acceptance} if self.acceptance else {})
 
 
 def counters_of(text: str) -> dict[str, float] | None:
@@ -98,16 +104,16 @@ def accepted(
     completions: Sequence[Completion],
     drafting: Iterable[Drafting | Timings] = (),
 ) -> Accepted:
-    """Acceptance between two readings of the counters, None without any. drafting: what SGLang or llama.cpp reported of
-    the completions."""
+    """Acceptance between two readings of the counters, None without any. drafting: what the server reported
+    of each completion."""
     reported = list(drafting)
-    if found := [one for one in reported if isinstance(one, Drafting)]:
-        return _of_requests(found, completions)
+    found = [one for one in reported if isinstance(one, Drafting)]
+    if any(one.verifies for one in found):
+        return _of_requests(found, completions, _grown(before, after))
     timings = [one for one in reported if isinstance(one, Timings)]
     if before and not after and not timings:
         return Accepted("/metrics no longer answered at the end: the server has stopped")
-    before, is_open, after = before or {}, after is not None, after or {}
-    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    grown, is_open, after = _grown(before, after), after is not None, after or {}
     if any(value < 0 for value in grown.values()):
         return Accepted("the server's counters went back: it was restarted", _unknown(timings))
     if timings or grown.get(f"llamacpp:{DRAFTS}"):
@@ -124,6 +130,19 @@ def accepted(
     if any(name in after for name in (*_OF_DRAFTS, VERIFIES)):
         return Accepted("the server's counters show no drafts")
     return Accepted("/metrics has no counter of drafts: no speculation" if is_open else _NO_METRICS)
+
+
+def _grown(before: dict[str, float] | None, after: dict[str, float] | None) -> dict[str, float]:
+    return {name: value - (before or {}).get(name, 0.0) for name, value in (after or {}).items()}
+
+
+def _each_verify(reported: Sequence[Drafting | Timings], completions: Sequence[Completion]) -> dict[str, Any]:
+    """The counters of acceptance of this engine, if each verify of each answer is known; else none."""
+    ended = [item.metrics for item in completions if item.is_complete and item.metrics.output_tokens > 1]
+    if not any(one.proposed for one in reported) or not all(item.emitted_histogram for item in ended):
+        return {}
+    acceptance = total_acceptance(completions).as_counters()
+    return {"acceptance": acceptance, "emitted_histogram": emitted_histogram(completions)}
 
 
 def _unknown(timings: Sequence[Timings]) -> dict[str, float | None]:
@@ -168,13 +187,14 @@ def _of_llamacpp(grown: dict[str, float], timings: list[Timings], completions: S
     early = sum(item.output_tokens > 1 and not item.verify_steps for item in ended)
     if early:
         text = (
-            f"{early} of {len(ended)} answers ended before their limit, and llama.cpp also counts drafts that it "
-            "accepted after the end"
+            f"{early} of {len(ended)} answers ended before their limit with chunks of several tokens, and llama.cpp "
+            "also counts drafts that it accepted after the end"
         )
         return Accepted(text, metrics | unknown, found.acceptance)
     verifies = sum(item.verify_steps for item in ended)
     metrics |= {"accept_length": sum(item.emitted for item in ended) / verifies, "verify_steps": verifies}
-    return Accepted("llama.cpp's timings of each request", metrics, found.acceptance)
+    own = _each_verify(timings, completions)
+    return Accepted("llama.cpp's timings of each request", metrics, found.acceptance, own)
 
 
 def _of_vllm(grown: dict[str, float], completions: Sequence[Completion]) -> Accepted:
@@ -197,22 +217,30 @@ def _of_vllm(grown: dict[str, float], completions: Sequence[Completion]) -> Acce
     return Accepted("vLLM's counters of tokens and steps", metrics, acceptance)
 
 
-def _of_requests(found: list[Drafting], completions: Sequence[Completion]) -> Accepted:
-    verifies, right, proposed = (sum(getattr(one, n) for one in found) for n in ("verifies", "accepted", "proposed"))
+def _of_requests(found: list[Drafting], completions: Sequence[Completion], grown: dict[str, float]) -> Accepted:
+    """Of the verifies that vLLM or SGLang reported of each request. grown: the counters of vLLM."""
+    server, ended = found[0].server, [item.metrics for item in completions if item.is_complete]
+    with_drafts, right, proposed = (sum(getattr(one, n) for one in found) for n in ("verifies", "accepted", "proposed"))
     if right > proposed > 0:
-        text = f"SGLang reports {proposed} drafted tokens, but {right} accepted ones"
+        text = f"{server} reports {proposed} drafted tokens, but {right} accepted ones"
         return Accepted(text, {"accept_length": None, "verify_steps": None})
     metrics: dict[str, float | None] = {
-        "untrimmed_accept_length": 1 + right / verifies,
+        "untrimmed_accept_length": 1 + right / with_drafts,
         "untrimmed_accept_rate": right / proposed if proposed else None,
     }
     counts = sum_lists(list(one.accepted_histogram) for one in found)
-    complete = sum(counts) == verifies and any(counts[1:])
+    complete = sum(counts) == with_drafts and any(counts[1:])
     reached = [sum(counts[place:]) for place in range(1, len(counts))]
-    acceptance = {"verifies": verifies, "accepted": reached} if complete else None
-    emitted = sum(item.metrics.emitted for item in completions if item.is_complete)
+    acceptance = {"verifies": with_drafts, "accepted": reached} if complete else None
+    verifies, emitted = sum(one.verify_steps for one in ended), sum(one.emitted for one in ended)
+    if grown.get(GENERATED) == sum(one.output_tokens for one in ended) and grown.get(LATER_STEPS, 0.0) > verifies:
+        return replace(_of_vllm(grown, completions), acceptance=acceptance)
+    if unknown := sum(one.output_tokens > 1 and not one.verify_steps for one in ended):
+        text = f"{server} reports no verifies of {unknown} of {len(ended)} answers, or not as many as these have tokens"
+        return Accepted(text, metrics | {"accept_length": None, "verify_steps": None}, acceptance)
     if emitted < verifies:
-        text = f"SGLang reports {verifies} verifies for {emitted} tokens, though each emits at least one"
+        text = f"{server} reports {verifies} verifies for {emitted} tokens, though each emits at least one"
         return Accepted(text, metrics | {"accept_length": None}, acceptance)
     metrics |= {"accept_length": emitted / verifies, "verify_steps": verifies}
-    return Accepted("SGLang's counts of each request", metrics, acceptance)
+    own = _each_verify(found, completions)
+    return Accepted(f"{server}'s counts of each request", metrics, acceptance, own)

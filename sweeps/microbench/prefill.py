@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from specbatch.kernels.attention.prefill.prefill_backends import Layout, PrefillAttention, prefill_backend
+from specbatch.kernels.attention.hopper import Layout
+from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention, prefill_backend
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.queries import AttentionInputs, PrefillInputs, QKVLayout
 from specbatch.kernels.attention.ragged_batch import RaggedBatch

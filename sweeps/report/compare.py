@@ -262,7 +262,8 @@ def _settings(pairs: Pairs) -> dict[str, list[str]]:
     servers = {["server" in point.records[0].config for point in points].count(True) for points in pairs.both.values()}
     if 1 not in servers:
         return found
-    return {name: texts for name, texts in found.items() if name == "server" or name.startswith("speculation.")}
+    shown = ("model", "server", "speculation.")
+    return {name: texts for name, texts in found.items() if name in shown[:2] or name.startswith(shown[2])}
 
 
 def _numbers(label: str, place: PointKey, before: Replicates, after: Replicates) -> Iterator[Row]:

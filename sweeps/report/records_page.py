@@ -29,7 +29,8 @@ FILES = {
     "eval": "`record.json`, `requests.jsonl`, `questions.jsonl` (a line per answer, with its scores), `summary.csv`, "
     "`summary.md`, and [lm-eval's files](evaluation.md#files-for-lm-evals-tools) in `MODEL/`; with `--configs` the "
     "folder of a sweep, with such files but lm-eval's for each point, and `summary.json`",
-    "check": "`record.json`, `requests.jsonl`, `prompts.jsonl` (a line per prompt: where it diverges), `summary.md`",
+    "check": "`record.json`, `requests.jsonl`, `prompts.jsonl` (a line per prompt: where it diverges), `summary.md`; "
+    "of a server `answers.jsonl` (every answer) and `divergences.jsonl` in place of `prompts.jsonl`",
     "generate": "`OUT`, and `OUT.record.json`",
 }
 

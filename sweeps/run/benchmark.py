@@ -21,7 +21,7 @@ from specbatch.sweeps.run.conversations import Call, ask, label, longest
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected, with_concurrency
 from specbatch.sweeps.run.runner import Measured, save_measured
-from specbatch.sweeps.run.sanity_checks import warnings
+from specbatch.sweeps.run.sanity_checks import warnings, whole_text
 from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.rounds import Rounds
@@ -186,7 +186,7 @@ class BenchmarkPrompts:
         _add_digests(record.requests, asked, len(prompts))
         if workload.slo is not None:
             record.metrics |= workload.slo.metrics(record.requests, record.metrics["duration_s"])
-        record.workload["output_sha256"] = sha256_of([item.token_ids or item.text for item in completions])
+        record.workload["output_sha256"] = sha256_of([item.token_ids or whole_text(item) for item in completions])
         found = warnings(workload, completions, params, drafts=record.drafts)
         # A simulated accept length makes the text meaningless.
         record.workload["warnings"] = [] if record.simulated_accept_length is not None else list(found)
@@ -243,6 +243,6 @@ def _add_digests(rows: list[dict[str, Any]], asked: list[Call], count: int) -> N
     answers = {(call.turn - 1) * count + call.places[one.index]: one for call in asked for one in call.completions}
     for row in rows:
         if (answer := answers.get(row["index"])) is not None and answer.is_complete:
-            row["text_digest"] = sha256_of([answer.text])[:DIGEST]
+            row["text_digest"] = sha256_of([whole_text(answer)])[:DIGEST]
             if answer.token_ids:
                 row["token_digest"] = sha256_of([answer.token_ids])[:DIGEST]

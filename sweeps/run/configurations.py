@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.errors import each_once, refuse
 from specbatch.files.text_files import read_toml, read_yaml
 from specbatch.records.sweep_plan import folder_name

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.draft_shape import AUTO
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.memory.capacity import CPU_RUNNING
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare

@@ -27,7 +27,7 @@ def warnings(
     ended = [item for item in completions if item.is_complete]
     if not ended:
         return
-    texts, limit = [item.text for item in ended], params[0].max_new_tokens
+    texts, limit = [whole_text(item) for item in ended], params[0].max_new_tokens
 
     def of_all(found: int) -> str:
         return f"{found} of {len(ended)} answers"
@@ -68,6 +68,11 @@ def warnings(
     empty = sum(item.metrics.output_tokens <= 1 and item.finish_reason == "stop" for item in ended)
     if 2 * empty > len(ended):
         yield f"{of_all(empty)} are empty: try {'--no-chat-template' if workload.is_rendered else '--chat-template'}"
+
+
+def whole_text(completion: Completion) -> str:
+    """Reasoning that a server split off, and text."""
+    return (completion.reasoning or "") + completion.text
 
 
 def ends_in_loop(tokens: Sequence[int]) -> bool:

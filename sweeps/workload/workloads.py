@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 _UNUSED = {"n", "logprobs", "top_logprobs", "prompt_logprobs"}  # of a row's parameters, in a sweep
 SENT = frozenset(
-    {*SAMPLED, "seed", "max_new_tokens", "stop", "ignore_eos", "skip_special_tokens"}
+    {
+        *(*SAMPLED, "seed", "max_new_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+        *("skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    }
 )  # of a row's parameters, to a server
 RANDOM = ("random", "gsp")  # datasets of random token ids
 TEMPLATE = "Chat template"  # a box of --help

@@ -10,7 +10,8 @@ import typer
 
 from specbatch.cli.app import app
 from specbatch.cli.flags import flags_of, in_flags, in_keys
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.options import EvalOptions

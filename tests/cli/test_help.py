@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from specbatch.cli.app import app
 from specbatch.cli.options import EngineOptions
-from specbatch.config.engine_config import Speculation
+from specbatch.config.speculation import Speculation
 from specbatch.config.values import whole_numbers
 from specbatch.evals.options import MAX_NEW_TOKENS
 from specbatch.models.heads.eagle3 import default_aux

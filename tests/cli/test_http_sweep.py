@@ -99,7 +99,7 @@ def test_text_with_a_request_rate_and_suspicious_outputs(sweep, jsonl, tmp_path)
         assert f"CHECK OUTPUTS: {work['warnings'][0]} (org/toy at concurrency 2, repeat 1)." in result.stdout
 
 
-@pytest.mark.parametrize("sampling", [{"reasoning": ["<think>"]}, {"min_tokens": 2}, {"logit_bias": {"3": 1}}])
+@pytest.mark.parametrize("sampling", [{"reasoning": ["<think>"]}, {"bad_words": ["x"]}, {"logit_bias": {"3": 1}}])
 def test_rows_that_cannot_be_sent_are_refused_with_their_line(sweep, jsonl, tmp_path, sampling):
     script = Script()
     path = jsonl({"prompt": "a"}, {"prompt": "b", "sampling": sampling})

@@ -12,7 +12,8 @@ import typer
 from typer.testing import CliRunner
 
 from specbatch.cli.app import app
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.training.recipe import Recipe

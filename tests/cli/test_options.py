@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from specbatch.cli.options import ONLY_WITH_DRAFTS, EngineOptions
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError
 
 

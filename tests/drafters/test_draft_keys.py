@@ -11,7 +11,7 @@ from crossed import crossed
 from uncached import run_texts
 
 from specbatch import Engine, SamplingParams
-from specbatch.config.engine_config import Speculation
+from specbatch.config.speculation import Speculation
 
 TREE = {"draft_topk": 2, "draft_steps": 3, "draft_tokens": 6}
 

@@ -12,7 +12,8 @@ from targets import Targets
 from uncached import run_texts
 
 from specbatch import SamplingParams
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.drafters.draft_model import DraftModelChain, parse_skip, plan
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref

@@ -13,7 +13,8 @@ from crossed import crossed
 from uncached import run_texts
 
 from specbatch.config.draft_shape import DraftShape
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.drafters.draft_model import DraftModelTree, plan
 from specbatch.drafters.tree import expand
 from specbatch.kernels.sampling.accept import commit_ref

@@ -17,7 +17,8 @@ from watched_calls import Watch
 
 from specbatch import Engine, SpecbatchError
 from specbatch.algorithms import ALGORITHMS, algorithms_with
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight, quantize_fp8_weight
 from specbatch.kernels.gemm.quantized.weight import Weight

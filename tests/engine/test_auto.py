@@ -15,7 +15,8 @@ from watched_calls import Watch
 
 from specbatch import Engine, SamplingParams
 from specbatch.config.acceptance_profile import AcceptanceProfile
-from specbatch.config.engine_config import Graphs, Speculation
+from specbatch.config.engine_config import Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.async_copy import StepTimer
 from specbatch.core.sampling import SamplingFlags
 from specbatch.drafters.dflash import DFlashDrafter

@@ -14,7 +14,8 @@ from stand_ins import planned_draft_lengths
 from watched_calls import Watch
 
 from specbatch import Engine, SpecbatchError, weights
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.request import SamplingParams
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.feature_head import FeatureChain

@@ -14,7 +14,7 @@ from released import check_released
 from targets import Targets
 
 from specbatch import Completion, SamplingParams
-from specbatch.config.engine_config import Speculation
+from specbatch.config.speculation import Speculation
 from specbatch.engine.engine import Engine
 from specbatch.errors import ShortOfMemoryError
 from specbatch.runtime.device import is_out_of_memory

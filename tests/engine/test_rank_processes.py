@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from thread_ranks import thread_group
 from watched_calls import Watch
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams, SpecbatchError
+from specbatch.engine.device.prefill import PrefillStep
+from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.ranks import ranks
 from specbatch.engine.setup import builder
-from specbatch.errors import FailedError
+from specbatch.errors import FailedError, ShortOfMemoryError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48,
@@ -123,13 +126,15 @@ except KeyboardInterrupt:
 CAUSES = {
     "start": "the process of rank 1 ended with status 3",
     "join": "rank 1 failed: ValueError: no peer access",
-    "load": "rank 1 failed: out of memory while building the engine: .*",
+    "load": "out of memory while building the engine on rank 1: .*",
     "capture": "rank 1 failed: RuntimeError: operation not permitted when stream is capturing",
     "launch": "rank 1 failed: ValueError: index out of range",
-    "memory": r"rank 1 failed: OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB",
+    "memory": r"out of memory: a decode step of 1 request on rank 1 does not fit beside weights .*",
+    "memory_of_prompts": r"out of memory: a prefill pass of \d+ tokens on rank 1 does not fit .*, or prefill_chunk=",
     "stop": "rank 1 has not answered for 3 s, as if its process were stopped",
 }
-WHILE_RUNNING = ("launch", "memory", "stop")
+SHORT_OF_MEMORY = ("load", "memory", "memory_of_prompts")
+WHILE_RUNNING = ("launch", "memory", "memory_of_prompts", "stop")
 
 
 @pytest.mark.parametrize(
@@ -148,21 +153,46 @@ def test_a_fault_of_another_rank_is_one_error(
         patch.setattr(ranks, "FOLLOWER", "faulty_follower")
         patch.setenv("FAULT", fault)
         start, message = time.monotonic(), f"^tensor parallel: {CAUSES[fault]}; a new engine starts new processes"
+        kind: type[SpecbatchError] = FailedError
+        if fault in SHORT_OF_MEMORY:
+            kind, message = ShortOfMemoryError, f"^{CAUSES[fault]}"
         if fault in WHILE_RUNNING:
             engine = Engine(config(model, 2))
             start = time.monotonic()
-            with engine, pytest.raises(SpecbatchError, match=message):
+            with engine, pytest.raises(kind, match=message):
                 engine.generate(["one", "two"], [SHORT, LONG], on_completion=finished.append)
         else:
-            with pytest.raises(SpecbatchError, match=message):
+            with pytest.raises(kind, match=message):
                 Engine(config(model, 2))
         assert time.monotonic() - start < (8 if fault in WHILE_RUNNING else 40)  # with the imports of another process
     assert none_is_left()
-    assert len(finished) == (fault in WHILE_RUNNING)
+    assert len(finished) == (fault in WHILE_RUNNING and fault != "memory_of_prompts")
     assert capfd.readouterr().err == ""
     if fault == "memory":
         with Engine(config(model, 2)) as engine:
             assert engine.generate(["one"], SHORT)[0].token_ids == finished[0].token_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [PrefillStep, DecodeStep])
+def test_rank_0_that_runs_out_of_memory(
+    model: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], step: type
+) -> None:
+    """While the other one waits for it."""
+    with Engine(config(model, 2)) as engine, monkeypatch.context() as patch:
+
+        def fail(*_: object) -> NoReturn:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+
+        patch.setattr(step, "__call__", fail)
+        start = time.monotonic()
+        with pytest.raises(ShortOfMemoryError, match=r"^out of memory: a .* on rank 0 does not fit beside weights .*"):
+            engine.generate(["one", "two"], SHORT)
+        assert time.monotonic() - start < 5
+    assert none_is_left()
+    assert capfd.readouterr().err == ""
+    with Engine(config(model, 2)) as engine:
+        assert len(engine.generate(["one"], SHORT)[0].token_ids) == 8
 
 
 def test_sizes_that_do_not_divide_are_refused_before_a_process_starts(model: str) -> None:

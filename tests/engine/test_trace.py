@@ -17,7 +17,7 @@ from specbatch.engine.trace import EXCLUSIVE, HostWaits, kernel_rows, text, trac
 
 @pytest.mark.parametrize("schedule", slow_but(["v2"], ["v1", "v2"]))
 def test_steps_are_recorded(toy: Any, toy_engine: Callable[..., Any], tmp_path: Path, schedule: str) -> None:
-    from specbatch.config.engine_config import Speculation
+    from specbatch.config.speculation import Speculation
 
     engine = toy_engine(speculation=Speculation("ngram", schedule, draft_tokens=2), max_model_len=250)
     path = tmp_path / "trace.json"

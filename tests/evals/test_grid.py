@@ -16,7 +16,8 @@ from fake_ray import FakeRay
 from lm_eval.api.task import ConfigurableTask
 
 from specbatch.cli.report import _scores
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.evals.grid import Evaluation, each_task, load_grids, run_grids
 from specbatch.evals.grid_table import Grid, load_grid

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from made_runs import make_report
 
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.evals.grid_table import Grid, grid_of
 from specbatch.evals.report import EvalReport
 

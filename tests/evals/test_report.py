@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from specbatch.config.engine_config import Speculation
+from specbatch.config.speculation import Speculation
 from specbatch.evals.report import EvalReport
 
 

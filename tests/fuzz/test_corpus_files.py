@@ -8,7 +8,7 @@ from pathlib import Path
 from fuzzing import Fuzz
 from mutate import mutate_json_text
 
-from specbatch.config.engine_config import Speculation
+from specbatch.config.speculation import Speculation
 from specbatch.drafters.corpus_files import plan_corpus
 from specbatch.errors import SpecbatchError
 from specbatch.weights import open_checkpoint

@@ -32,6 +32,7 @@ from specbatch.sweeps.http import client as http_client
 from specbatch.sweeps.http.answer import SPECIAL_TOKENS, Answer
 from specbatch.sweeps.http.client import Failed, parsed
 from specbatch.sweeps.http.engine import HttpEngine, Server
+from specbatch.sweeps.http.scoring import likelihood_of
 from specbatch.sweeps.http.server_counters import accepted, counters_of
 
 TOKENS = 6
@@ -58,6 +59,19 @@ HEADERS = (
     "Content-Length: 50", "Content-Length: -1", "Content-Encoding: gzip", "Content-Type: text/html", "X: " + "y" * 9999,
     "Transfer-Encoding: gzip", "Location: /", "Upgrade: h2c",
 )  # fmt: skip
+
+
+# What vLLM, SGLang and llama.cpp report of the verifies of an answer.
+REPORTS = [
+    b'{"metrics": {"speculative_decoding": {"num_spec_steps": 2, "num_accepted_draft_tokens": 3, '
+    b'"num_draft_tokens": 6, "acceptance_histogram": [0, 1, 1, 0], '
+    b'"per_step_accepted": [1, 2], "per_step_drafted": [3, 3]}}}',
+    b'{"sglext": {"spec_tokens_details": {"spec_verify_ct": 2, "spec_num_correct_drafts": 3, '
+    b'"spec_num_proposed_drafts": 6, "spec_correct_drafts_histogram": [0, 1, 1]}}}',
+    b'{"timings": {"predicted_n": 1}}',
+    b'{"timings": {"predicted_n": 2, "draft_n": 3, "draft_n_accepted": 1}}',
+    b'{"timings": {"predicted_n": 4, "draft_n": 6, "draft_n_accepted": 3}}',
+]
 
 
 def test_http_engine(fuzz: Fuzz, use_tokenizer: Callable[[object], None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +104,7 @@ def test_chunks_of_an_answer(fuzz: Fuzz) -> None:
     for random in fuzz.rounds(quick=400):
         answer = Answer(0, [5, 6, 7], 1.0, TOKENS)
         lines = [line[6:].strip() for line in good_stream(TOKENS)[:-1]]
+        lines = [random.choice((line, line[:-1] + b", " + random.choice(REPORTS)[1:])) for line in lines]
         for at in random.sample(range(len(lines)), random.randint(0, 2)):
             lines[at] = mutate_json_text(random, lines[at])
         if random.random() < 0.3:
@@ -112,8 +127,27 @@ def test_chunks_of_an_answer(fuzz: Fuzz) -> None:
         assert 3 <= done.metrics.prompt_tokens <= 3 + SPECIAL_TOKENS
         assert len(done.metrics.itl_s) < TOKENS
         assert done.metrics.ttft_s is not None
+        metrics = done.metrics
+        assert metrics.emitted in (0, metrics.output_tokens - 1)
+        assert sum(metrics.emitted_histogram) in (0, metrics.verify_steps)
+        assert metrics.accepted <= metrics.drafted
         done.text.encode()
-        fuzz.outcome("completed")
+        fuzz.outcome("completed, with verifies" if metrics.verify_steps else "completed")
+
+
+def test_likelihoods(fuzz: Fuzz) -> None:
+    logprobs = {"token_logprobs": [None, -1.0, -2.0, -0.5], "top_logprobs": [None, {"a": -1.0}, {"b": -1.5}, {}]}
+    answer = {"choices": [{"text": "", "logprobs": logprobs, "finish_reason": "length"}]}
+    for random in fuzz.rounds(quick=400):
+        mutated = mutate_value(random, answer)
+        try:
+            found = likelihood_of(mutated, 1, 3)
+        except Failed:
+            fuzz.outcome("failed")
+            continue
+        assert math.isfinite(found.logprob)
+        assert type(found.is_greedy) is bool
+        fuzz.outcome("a likelihood")
 
 
 def test_counters(fuzz: Fuzz) -> None:

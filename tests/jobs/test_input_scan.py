@@ -94,3 +94,17 @@ def test_lengths_are_estimated_from_the_rows(tmp_path: Path) -> None:
     found = scan(form_of(path), BadLines(path))
     assert (found.answers, found.new_tokens) == (4, 7 + 3 * 128)
     assert found.prompt_tokens == pytest.approx(300 + 3 * 23 * 50 / 4, rel=0.05)
+    assert found.shared_tokens < 3
+
+
+@pytest.mark.parametrize("form", ["prompt", "messages", "prompt_token_ids"])
+def test_what_all_prompts_begin_with_is_estimated(tmp_path: Path, form: str) -> None:
+    path, text, ids = tmp_path / "in.jsonl", "Words, and more words. " * 50, [*range(20_000, 20_300)]
+    values: dict[str, Any] = {
+        "prompt": [text + end for end in ("a b", "c", "a d")],
+        "messages": [[{"role": "system", "content": text}, {"role": "user", "content": end}] for end in "cab"],
+        "prompt_token_ids": [[*ids, end] for end in (5, 777, 5)],
+    }
+    path.write_text("".join(json.dumps({form: value}) + "\n" for value in values[form]))
+    wanted = 300 if form == "prompt_token_ids" else 23 * 50 / 4
+    assert scan(form_of(path), BadLines(path)).shared_tokens == pytest.approx(wanted, rel=0.08)

@@ -114,9 +114,13 @@ def attention(
     return compiled(spans.span_attention_kernel, kinds, fixed, **options)
 
 
-def verify(*, is_tree: bool, is_shared: bool = False, cache: str = "bf16", is_packed: bool = False) -> dict[str, Any]:
-    """Verify attention of gpt-oss; with shared keys that of Gemma 4 E2B."""
+def verify(
+    *, is_tree: bool, is_shared: bool = False, cache: str = "bf16", is_packed: bool = False, is_scaled: bool = False
+) -> dict[str, Any]:
+    """Verify attention of gpt-oss; with shared keys that of Gemma 4 E2B; scaled: that of Qwen3-8B, whose FP8 cache has
+    scales and offsets."""
     tile = Tile(16, 16, 4, 3, 255) if is_shared else Tile(16, 32, 4, 3, 128)
+    tile = Tile(16, 128, 4, 3, 255) if is_scaled else tile
     kinds = dict.fromkeys(("qkv", "out", "k_cache", "v_cache", "cos", "sin"), "*bf16")
     kinds |= dict.fromkeys(("page_table", "rows", "lengths", "firsts", "positions", "ancestors"), "*i64")
     kinds |= dict.fromkeys(("k_cache", "v_cache"), f"*{cache}")
@@ -129,6 +133,11 @@ def verify(*, is_tree: bool, is_shared: bool = False, cache: str = "bf16", is_pa
     fixed |= (
         {"KV": 1, "DIM": 512, "HALF": 256, "NEW": 2, "sinks": None} if is_shared else {"q_norm": None, "k_norm": None}
     )
+    if is_scaled:
+        kinds |= dict.fromkeys(("k_scale", "v_scale", "k_offset"), "*fp32")
+        kinds |= dict.fromkeys(("q_norm", "k_norm"), "*bf16")
+        fixed |= {"GROUP": 4, "DIM": 128, "HALF": 64, "PARTS": 8, "sinks": None, "window": None}
+        del fixed["q_norm"], fixed["k_norm"]
     fixed |= {} if is_tree else {"positions": None, "ancestors": None}
     fixed |= {} if is_packed else {"firsts": None}
     return compiled(verifies.verify_attention_kernel, kinds, fixed, num_warps=tile.warps, num_stages=tile.stages)
@@ -268,6 +277,9 @@ def every() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "shared keys", verify(is_tree=False, is_shared=True)
     yield "shared keys in FP8", verify(is_tree=False, is_shared=True, cache="fp8e4nv")
     yield "shared keys of a tree", verify(is_tree=True, is_shared=True)
+    for is_tree in (False, True):
+        name = f"FP8 keys with scales{' of a tree' * is_tree}"
+        yield name, verify(is_tree=is_tree, cache="fp8e4nv", is_scaled=True)
     for source in ("slots", "pages", "rows"):
         yield f"sinks of a prompt, {source}", prompt(source, 64, prompts.Tiling(64, 64, 4, 3), has_sinks=True)
         tile = prompts.tiling(torch.bfloat16, 512, source)

@@ -15,15 +15,16 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from specbatch.kernels.attention.hopper import ROWS, TILINGS
 from specbatch.kernels.attention.prefill import prefill_attention_gluon as prompts
 
 
 def compiled(dim: int, *, page: int = 0, group: int = 4, dtype: str = "bf16", **more: Any) -> dict[str, Any]:
-    tile = prompts.TILINGS[dim]
+    tile = TILINGS[dim]
     rows = min(page & -page, tile.keys) if page else tile.keys
     layout = gl.NVMMASharedLayout.get_default_for([tile.keys, dim], gl.bfloat16)
     fixed: dict[str, Any] = {
-        "GROUP": group, "KV": 8, "DIM": dim, "PAGE": page, "COPY": rows, "WINDOW": 0, "TOKENS": prompts.ROWS // group,
+        "GROUP": group, "KV": 8, "DIM": dim, "PAGE": page, "COPY": rows, "WINDOW": 0, "TOKENS": ROWS // group,
         "KEYS": tile.keys, "SPLIT": False, "STAGES": tile.stages, "sinks": None,
     } | more  # fmt: skip
     kinds = dict.fromkeys(("table_stride", "num_tiles", "page_stride", "q_stride", "rows", "splits"), "i32")

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 from uncached import prefill_texts
 
 from specbatch.algorithms import ALGORITHMS
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.core.step_input import Proposal
 from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend

@@ -9,7 +9,8 @@ import pytest
 import torch
 from targets import MTP, SPECULATIONS, Targets
 
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.core.attention_metadata import BoundDecode
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.engine.device import acceptance

@@ -61,6 +61,11 @@ def memory() -> None:
     DeviceWorker.decode = _later(DeviceWorker.decode, 20, _raising(error))  # type: ignore[method-assign]
 
 
+def memory_of_prompts() -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+    PrefillStep.__call__ = _raising(error)  # type: ignore[method-assign]
+
+
 def stop() -> None:
     def stopped() -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -75,7 +80,10 @@ def kill() -> None:
     PrefillStep.__call__ = _later(PrefillStep.__call__, 3, killed)  # type: ignore[method-assign]
 
 
-FAULTS = {function.__name__: function for function in (start, join, load, capture, launch, memory, stop, kill)}
+FAULTS = {
+    function.__name__: function
+    for function in (start, join, load, capture, launch, memory, memory_of_prompts, stop, kill)
+}
 
 if __name__ == "__main__":
     FAULTS[os.environ["FAULT"]]()

@@ -174,7 +174,6 @@ def _layout(*args: Any, **settings: Any) -> None:
 
 def emulated(kernel: JITFunction[Any]) -> Any:
     """What `kernel[grid](*args, **settings)` launches, on a CPU."""
-    names: dict[str, Any] = {}
     language = SimpleNamespace(
         int32=torch.int32, int64=torch.int64, float32=torch.float32,
         load=_load, store=_store, rsqrt=torch.rsqrt, where=torch.where, exp2=torch.exp2, log2=torch.log2,
@@ -194,15 +193,23 @@ def emulated(kernel: JITFunction[Any]) -> Any:
         expect=lambda barrier, size: barrier.update(1, size),
         wait=lambda barrier, phase, pred=True: barrier.wait(int(phase)) if pred else None,
     )
-    for name, value in kernel.fn.__globals__.items():
-        names[name] = value.fn if isinstance(value, JITFunction) else getattr(value, "value", value)
-    names |= {"gl": language, "mbarrier": barriers, "copy_tile": _copy_tile, "fence_async_shared": lambda: None}
-    names |= {"warpgroup_mma": lambda a, b, acc, use_acc=True, is_async=True: Product(a, b, acc, use_acc)}
-    names |= {"warpgroup_mma_wait": _wait}
-    for name, value in list(names.items()):
-        if isinstance(value, FunctionType) and value.__globals__ is kernel.fn.__globals__:
-            names[name] = FunctionType(value.__code__, names, name, value.__defaults__)
-    function = names[kernel.fn.__name__]
+    stand_ins: dict[str, Any] = {
+        "gl": language, "mbarrier": barriers, "copy_tile": _copy_tile, "fence_async_shared": lambda: None,
+        "warpgroup_mma": lambda a, b, acc, use_acc=True, is_async=True: Product(a, b, acc, use_acc),
+        "warpgroup_mma_wait": _wait, "accumulator_layout": _layout, "memory_layout": _layout,
+    }  # fmt: skip
+    modules: dict[int, dict[str, Any]] = {}  # names of the modules of the kernel's functions
+
+    def on_cpu(value: Any) -> Any:
+        if not isinstance(value, JITFunction):
+            return getattr(value, "value", value)
+        own = value.fn.__globals__
+        if id(own) not in modules:
+            names = modules[id(own)] = {}
+            names |= {name: on_cpu(each) for name, each in own.items()} | stand_ins
+        return FunctionType(value.fn.__code__, modules[id(own)], value.fn.__name__, value.fn.__defaults__)
+
+    function = on_cpu(kernel)
 
     def launch(grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*args: Any, num_warps: int, **settings: Any) -> None:

@@ -19,7 +19,8 @@ from stand_ins import fake_graphs
 from triton.backends.compiler import GPUTarget
 
 from specbatch import Engine, EngineConfig
-from specbatch.config.engine_config import Graphs, Speculation
+from specbatch.config.engine_config import Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.kernels.attention.prefill.prefill_backends import TritonPrefill
 from specbatch.kernels.dispatch import force_kernels

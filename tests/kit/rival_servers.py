@@ -5,12 +5,13 @@ Written after the packages of these releases:
 * vLLM: vllm/entrypoints/openai/completion/serving.py and chat_completion/serving.py (chunks, final usage),
   entrypoints/serve/engine/protocol.py (models, errors), entrypoints/serve/exception_handling/error_response.py,
   entrypoints/serve/dev/cache/api_router.py (reset), v1/spec_decode/metrics.py, v1/metrics/loggers.py and stats.py and
-  v1/core/sched/scheduler.py (what counters count).
+  v1/core/sched/scheduler.py (what counters count), v1/metrics/stats.py (RequestSpecDecodeMetrics).
 * SGLang: sglang/srt/entrypoints/openai/serving_completions.py, serving_chat.py, sse_utils.py, usage_processor.py,
   protocol.py, serving_base.py (errors), entrypoints/http_server.py (flush), managers/tokenizer_manager.py and
   managers/scheduler_components/batch_result_processor.py (what is counted of a request).
-* llama.cpp: what its server in xllamacpp 2026.10.11549 answered. One event per token; usage and timings come with the
-  finish reason.
+* llama.cpp: what its server in xllamacpp 2026.10.11549 answered. One event per token; usage comes with the finish
+  reason, timings too, or with `timings_per_token` in each event. Of answers that it really gave, see
+  `llamacpp_answers.json`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Rival:
                llama.cpp has --metrics
     ends       tokens after which an answer ends; None: at its limit
     others     drafted tokens of other clients in each request
+    of_requests  vLLM's --per-request-spec-decode-metrics
+    several    tokens of each event of llama.cpp, which holds back characters of several tokens
     """
 
     kind: str
@@ -54,6 +57,8 @@ class Rival:
     details: bool = True
     ends: int | None = None
     others: int = 0
+    of_requests: str = "none"
+    several: int = 1
     fails: dict[int, int | str] = field(default_factory=dict)
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -96,6 +101,7 @@ class Rival:
             if drafted:
                 details.update(verifies=1, proposed=drafted, accepted=accepted)
                 details[f"histogram {accepted}"] += 1
+                details[f"step {details['verifies'] - 1} {drafted} {accepted}"] = 1
             yield kept
 
     def events_of_llamacpp(self, body: dict[str, Any], *, chat: bool) -> Iterator[Event]:
@@ -107,22 +113,29 @@ class Rival:
 
         if chat:
             yield piece(None, role="assistant")
+
+        def timings() -> Event:
+            found: Event = {"cache_n": 0, "prompt_n": prompt, "predicted_n": sent}
+            if details["proposed"]:
+                found |= {"draft_n": details["proposed"], "draft_n_accepted": details["accepted"]}
+            return found
+
+        text = ""
         for count in self.tokens_of_steps(body["max_tokens"], details):
             time.sleep(self.step_s)
             for place in range(sent, sent + count):
-                yield piece("abc "[place % 4])
-            sent += count
+                text, sent = text + "abc "[place % 4], sent + 1
+                if len(text) == self.several:
+                    yield piece(text) | ({"timings": timings()} if body.get("timings_per_token") else {})
+                    text = ""
         usage = {"completion_tokens": sent, "prompt_tokens": prompt, "total_tokens": prompt + sent}
         usage["prompt_tokens_details"] = {"cached_tokens": 0}
-        timings: Event = {"cache_n": 0, "prompt_n": prompt, "predicted_n": sent}
-        if details["proposed"]:
-            timings |= {"draft_n": details["proposed"], "draft_n_accepted": details["accepted"]}
-        end = piece("", "length" if sent == body["max_tokens"] else "stop")
+        end = piece(text, "length" if sent == body["max_tokens"] else "stop")
         if chat:  # usage comes in a chunk of its own
             yield end
-            yield {"choices": [], "usage": usage, "timings": timings}
+            yield {"choices": [], "usage": usage, "timings": timings()}
         else:
-            yield end | {"usage": usage, "timings": timings}
+            yield end | {"usage": usage, "timings": timings()}
 
     def events(self, body: dict[str, Any], *, chat: bool, number: int) -> Iterator[Event]:
         """The events of a stream."""
@@ -165,7 +178,27 @@ class Rival:
         if self.kind == "sglang" and body.get("return_spec_tokens_details") and self.details and details["verifies"]:
             yield head | {"choices": [], "usage": None, "sglext": {"spec_tokens_details": self._details(details, sent)}}
         self.counts["spec_verify_calls_total"] += details["verifies"]
-        yield head | {"choices": [], "usage": usage(sent)}
+        of_request = (
+            {"metrics": {"speculative_decoding": self._of_request(details)}} if self.of_requests != "none" else {}
+        )
+        yield head | {"choices": [], "usage": usage(sent)} | of_request
+
+    def _of_request(self, counted: Counter[str]) -> dict[str, Any]:
+        verifies, most = counted["verifies"], max(drafted for drafted, _ in self.verifies)
+        found = {
+            "mean_acceptance_length": 1.0 + counted["accepted"] / verifies if verifies else 1.0,
+            "draft_acceptance_rate": counted["accepted"] / counted["proposed"] if verifies else 0.0,
+            "acceptance_histogram": [counted[f"histogram {place}"] for place in range(most + 1)],
+            "num_spec_steps": verifies,
+            "num_accepted_draft_tokens": counted["accepted"],
+            "num_draft_tokens": counted["proposed"],
+            "num_spec_tokens": most,
+        }
+        if verifies and self.of_requests == "detailed":
+            steps = [name.split()[2:] for name in counted if name.startswith("step ")]
+            found |= {"per_step_accepted": [int(right) for _, right in steps]}
+            found |= {"per_step_drafted": [int(drafted) for drafted, _ in steps]}
+        return found
 
     def _details(self, counted: Counter[str], tokens: int) -> dict[str, Any]:
         verifies, most = counted["verifies"], max(drafted for drafted, _ in self.verifies)

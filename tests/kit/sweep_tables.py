@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
 from specbatch.sweeps.report.tables import markdown, table

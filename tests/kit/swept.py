@@ -8,7 +8,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.records.environment import versions

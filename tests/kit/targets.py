@@ -16,7 +16,8 @@ from opening import opening
 from quantized_weights import FORMATS
 from safetensors.torch import save_file
 
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.engine.engine import Engine
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend

@@ -73,8 +73,7 @@ class Case:
         queries = self.queries(self.lengths - first, ancestors=ancestors, first_node=first)
         if positions is None:
             positions = (self.lengths[:, None] + torch.arange(self.n, device=self.qkv.device)).flatten()
-        group = self.heads.count // self.heads.kv
-        reference = DecodeAttentionRef(queries, group, self.dtype)
+        reference = DecodeAttentionRef(queries)
         # The copy is last: the kernel in front of a verify must not write what it reads early.
         inputs = self.inputs(positions, caches)._replace(projected=self.qkv.clone())
         out = verify_attention(queries, inputs, mask, splits=splits, tile=tile, prefix_tile=prefix_tile)

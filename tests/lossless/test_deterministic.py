@@ -139,7 +139,7 @@ def _short_spans(*args: Any) -> torch.Tensor:
 
 def _keys_as_stored(queries: DecodeQueries, spans: Callable[..., Any] = span_attention.SpanDecodeAttention) -> Any:
     """The nodes of a tree are keys in the order in which they are stored."""
-    return spans(queries) if queries.ancestors is None else DecodeAttentionRef(queries, 2, FP32)
+    return spans(queries) if queries.ancestors is None else DecodeAttentionRef(queries)
 
 
 def _experts_in_any_order(
@@ -177,7 +177,7 @@ WITHOUT: list[tuple[str, list[tuple[Any, str, Any]], str, torch.dtype, str]] = [
     ("spans of a prompt", [(prefill_backends, "span_prefill_attention", _short_spans)], "llama", FP32, "fp32"),
     (
         "spans of a verify",
-        [(span_attention, "SpanDecodeAttention", lambda queries: DecodeAttentionRef(queries, 2, BF16))],
+        [(span_attention, "SpanDecodeAttention", lambda queries: DecodeAttentionRef(queries))],
         "llama",
         BF16,
         "fp32",
@@ -186,7 +186,7 @@ WITHOUT: list[tuple[str, list[tuple[Any, str, Any]], str, torch.dtype, str]] = [
     ("rows of a GEMM of heads", [(deepseek, "head_gemm", head_gemm_ref)], "deepseek-v2", FP32, "fp32"),
     (
         "latents of a verify",
-        [(span_attention, "SpanDecodeAttention", lambda queries: LatentDecodeRef(queries, 4, FP32))],
+        [(span_attention, "SpanDecodeAttention", lambda queries: LatentDecodeRef(queries))],
         "deepseek-v3",
         FP32,
         "fp32",

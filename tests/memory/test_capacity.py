@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,20 @@ def test_the_job_bounds_what_is_chosen() -> None:
     assert plan(139, {"job": JobSize(10_000, 300, 32_768)}).max_running > 700
     assert plan(40, {"job": JobSize(10_000, 300, 32_768), "max_model_len": 64}).max_running > 900
     assert plan(139, {"job": JobSize()}).max_running > 600
+
+
+def test_a_common_prefix_of_all_prompts_is_held_once() -> None:
+    long = JobSize(1000, 30_000, 100)
+    alone, shared = plan(139, {"job": long}), plan(139, {"job": replace(long, shared_tokens=29_007)})
+    assert alone.max_running < 30 < shared.max_running < 1000
+    held = 28_992 // 16 + shared.max_running * -(-(30_050 - 28_992) // 16)
+    assert held <= shared.kv_pages < 1.1 * held
+    assert "(expected), of which 28992 are a common prefix, held once" in shared.reasons["max_running"]
+    assert "common prefix" not in alone.reasons["max_running"]
+    without = plan(139, {"job": replace(long, shared_tokens=29_007), "prefix_cache": False})
+    assert without.reasons["max_running"] == alone.reasons["max_running"]
+    samples = plan(139, {"job": JobSize(64, 30_000, 1, 30_000)})  # of one prompt
+    assert samples.max_running == 64
 
 
 def test_drafts_states_and_experts_change_the_number() -> None:

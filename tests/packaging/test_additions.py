@@ -13,7 +13,7 @@ from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.models.config import FAMILIES, family_modules
 from specbatch.models.formats.registry import FORMATS
 
-COMMANDS = ("specbatch/cli/options.py", "specbatch/config/engine_config.py", "sweeps/run/configurations.py")
+COMMANDS = ("specbatch/cli/options.py", "specbatch/config/speculation.py", "sweeps/run/configurations.py")
 MICROBENCHMARKS = ("sweeps/microbench/acceptance.py", "sweeps/microbench/equal_rows.py")
 # Algorithm -> why files name it -> these files.
 ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
@@ -23,7 +23,11 @@ ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "the corpus is looked up by n-grams, too": ("specbatch/drafters/corpus_files.py",),
         "an option of transformers": ("evals/generation.py", "evals/generation_config.py"),
         "the cheapest drafts, for a benchmark": ("sweeps/bench/sections.py", *MICROBENCHMARKS),
-        "an example in a note": ("sweeps/report/acceptance_curve.py", "sweeps/report/notes.py"),
+        "an example in a message or note": (
+            "specbatch/config/engine_config.py",
+            "sweeps/report/acceptance_curve.py",
+            "sweeps/report/notes.py",
+        ),
     },
     "standalone": {
         "the default with --draft": (*COMMANDS, "specbatch/cli/bench.py"),
@@ -78,6 +82,7 @@ FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "a tool and a tokenizer of GGUF": tuple(f"specbatch/weights/gguf_{name}.py" for name in ("file", "tokenizer")),
         "the benchmark beside llama.cpp": ("sweeps/microbench/__main__.py", "sweeps/microbench/cpu_llama.py"),
         "a server and a model of benchmarks": (
+            "sweeps/http/engine.py",
             "sweeps/http/server_counters.py",
             "sweeps/microbench/cublas_algorithms.py",
         ),

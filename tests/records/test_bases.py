@@ -6,7 +6,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.records.bases import bases_of, bases_sentence
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.run.configurations import named

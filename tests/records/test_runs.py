@@ -10,7 +10,8 @@ import pytest
 from made_runs import make_record, make_report, metrics_of
 from swept import saved
 
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.output_files import read_output
 from specbatch.records.answers import load_answers

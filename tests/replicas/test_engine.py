@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ from specbatch import (
     SpecbatchError,
     Speculation,
 )
+from specbatch.engine.device.device_worker import DeviceWorker
+from specbatch.errors import ShortOfMemoryError
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.replicas import pool, replica, scoring
 from specbatch.replicas.engine import of_one
@@ -427,3 +430,100 @@ def test_a_replica_is_built_for_its_share_of_the_job() -> None:
     own, share = of_one(config, EXCLUSIVE)
     assert (own.data_parallel, own.job) == (1, JobSize(3, 300, 200))
     assert share == MemoryShare(replicas=4)
+
+
+# -- lack of memory ----------------------------------------------------------------------------------------------------
+
+
+def short(launch: Callable[..., Any], replica: int, fails: Callable[[int], bool]) -> Callable[..., Any]:
+    """A decode step that runs out of memory on one replica at some batch sizes."""
+    places: dict[Any, int] = {}  # of the engines' workers, in the order in which they decode first
+
+    def call(self: Any, slots: list[int], *args: Any) -> Any:
+        if places.setdefault(self, len(places)) == replica and fails(len(slots)):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+        return launch(self, slots, *args)
+
+    return call
+
+
+def test_a_replica_with_a_smaller_batch_is_named(wanted: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    config = replace(CONFIG, data_parallel=2)
+    with DataParallelEngine(config, starter=ThreadReplicas(2), log=lines.append) as engine:
+        monkeypatch.setattr(DeviceWorker, "decode", short(DeviceWorker.decode, 1, lambda count: count > 2))
+        assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
+        record = engine.record()
+    [line] = [line for line in lines if "ran out of memory" in line]
+    assert re.match(
+        r"replica [01]: max_running: [12] \(lowered from 4: a decode step of [34] requests ran out of", line
+    )
+    assert line.split()[3] == str(record.caps["max_running"])
+    assert record.caps["reasons"]["max_running"] in line
+    assert "replaced_replicas" not in record.counters
+
+
+def test_all_replicas_with_a_smaller_batch_are_named(wanted: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the same words."""
+    lines: list[str] = []
+
+    def call(self: Any, slots: list[int], *args: Any) -> Any:
+        if len(slots) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+        return decode(self, slots, *args)
+
+    decode = DeviceWorker.decode
+    monkeypatch.setattr(DeviceWorker, "decode", call)
+    config = replace(CONFIG, data_parallel=2)
+    with DataParallelEngine(config, starter=ThreadReplicas(2), log=lines.append) as engine:
+        assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
+    last = [line for line in lines if "max_running: 1 (" in line]
+    assert sorted(line[:9] for line in last) == ["replica 0", "replica 1"]
+
+
+def test_what_does_not_fit_on_one_replica_runs_on_another(wanted: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    config = replace(CONFIG, data_parallel=2)
+    with DataParallelEngine(config, starter=ThreadReplicas(2), log=lines.append) as engine:
+        monkeypatch.setattr(DeviceWorker, "decode", short(DeviceWorker.decode, 0, lambda count: True))
+        assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
+        assert engine.record().counters["replaced_replicas"] == 1
+    [line] = [line for line in lines if " ended (" in line]
+    words = (
+        r"replica [01] ended \(out of memory: a decode step of 1 request does not fit beside .*\); starting another$"
+    )
+    assert re.match(words, line)
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_a_replica_of_ranks_is_replaced_by_one_with_a_smaller_batch(
+    wanted: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks end with the error that names what is half as much. Its prompts are not to blame, however often."""
+    lines, config = list[str](), replace(CONFIG, max_running=16)
+
+    def call(self: Any, slots: list[int], *args: Any) -> Any:
+        if len(slots) > 1:
+            smaller = {"max_running": len(slots) // 2, "kv_pages": 90}
+            raise ShortOfMemoryError("out of memory: of a test", smaller=smaller)
+        return decode(self, slots, *args)
+
+    decode = DeviceWorker.decode
+    monkeypatch.setattr(DeviceWorker, "decode", call)
+    with DataParallelEngine(config, starter=ThreadReplicas(1), log=lines.append) as engine:
+        assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
+        assert engine.record().caps["max_running"] == 1
+    ended = "replica 0 ended (out of memory: of a test); starting another with"
+    expected = [f"{ended} max_running={most} and kv_pages=90" for most in (8, 4, 2, 1)]
+    assert [line for line in lines if line.startswith(ended)] == expected
+
+
+def test_scores_without_memory_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+
+    monkeypatch.setattr(DeviceWorker, "score", call)
+    engine, _ = replicas()
+    words = r"^of the pairs from \d+ on: out of memory: a prefill pass of 1 token does not fit beside weights .*"
+    with engine, pytest.raises(ShortOfMemoryError, match=words):
+        engine.score(PAIRS)

@@ -11,7 +11,7 @@ import pytest
 from fake_ray import FakeRay
 
 from specbatch import DataParallelEngine, Engine, EngineConfig, SamplingParams, SpecbatchError
-from specbatch.config.engine_config import Speculation
+from specbatch.config.speculation import Speculation
 from specbatch.memory.planner import EXCLUSIVE
 from specbatch.replicas import ray_actors, ray_cluster
 from specbatch.replicas.cluster import Cluster

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 START = """
 import json, sys
 from specbatch import Engine, EngineConfig, SamplingParams
-from specbatch.config.engine_config import Graphs, Speculation
+from specbatch.config.engine_config import Graphs
+from specbatch.config.speculation import Speculation
 
 lines = []
 config = EngineConfig("qwen3-0.6b", load_format="dummy", device="cuda", max_running=8, max_model_len=1024, kv_pages=600,

@@ -18,7 +18,8 @@ import pytest
 from checkpoints import TINY, Field, gguf_bytes, metadata, write_folder
 from gguf.constants import GGUFValueType
 
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.dataset import read_rows
 from specbatch.models.config import ModelConfig

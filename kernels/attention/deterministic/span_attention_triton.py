@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.qkv import split_qkv_rope
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, PrefillInputs
+from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries, Mask, PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.stored_kv_triton import power_of_two
 from specbatch.kernels.common.kv_slots_triton import kv_slot
@@ -44,7 +44,6 @@ FP32_ROWS, FP32_LAUNCH = 16, (8, 2)  # without TF32, in registers
 LAUNCHES = {16: (2, 4), 32: (2, 4), 64: (4, 3)}  # by rows of a tile: warps and stages
 SHARED_LAUNCH = 4, 3  # where programs share the spans of a tile
 WIDE_LAUNCH = 8, 2  # of heads of more than 256 channels, whose keys fill the shared memory
-LOG2E = 1.4426950408889634
 _LOG2E = tl.constexpr(LOG2E)
 PROGRAMS = 2  # for each processor; with fewer tiles than that, spans are shared out
 WORKSPACE = 256 << 20  # bytes of partial results, at most

@@ -19,7 +19,6 @@ import triton.language as tl
 
 from specbatch.kernels.attention.deterministic import span_attention_triton
 from specbatch.kernels.attention.deterministic.span_attention_triton import (
-    LOG2E,
     PROGRAMS,
     WORKSPACE,
     Lineages,
@@ -29,7 +28,7 @@ from specbatch.kernels.attention.deterministic.span_attention_triton import (
     _tokens,
 )
 from specbatch.kernels.attention.qkv import write_latent
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
+from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.stored_kv_triton import power_of_two
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel

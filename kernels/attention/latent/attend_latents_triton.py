@@ -8,8 +8,6 @@ import triton.language as tl
 from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two
 from specbatch.kernels.common.e4m3_triton import dequantize_e4m3
 
-LOG2E = 1.4426950408889634
-
 
 @triton.jit
 def attend_latents(

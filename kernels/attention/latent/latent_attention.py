@@ -54,11 +54,11 @@ class LatentDecodeRef(DecodeAttentionRef):
     def __call__(self, inputs: AttentionInputs, mask: Mask) -> torch.Tensor:
         """As `DecodeAttentionRef.__call__` -> [T, count * rank]."""
         rows = write_latent_ref(inputs, self._slots).unflatten(0, (-1, self._count))
-        return _attend(rows, inputs, self._table, self._bias(mask)).flatten(0, 1).flatten(1)
+        return _attend(rows, inputs, self._table, self._bias(inputs, mask)).flatten(0, 1).flatten(1)
 
 
-def latent_decode_attention(queries: DecodeQueries, group: int, dtype: torch.dtype) -> DecodeAttention:
-    """`decode_attention` for latents; group: number of heads."""
+def latent_decode_attention(queries: DecodeQueries) -> DecodeAttention:
+    """`decode_attention` for latents."""
     attention: DecodeAttention
     if runs_kernels(queries.lengths):
         from specbatch.kernels.attention.deterministic import span_latents_triton
@@ -75,7 +75,7 @@ def latent_decode_attention(queries: DecodeQueries, group: int, dtype: torch.dty
 
         attention = SpanDecodeAttention(queries)
     else:
-        attention = LatentDecodeRef(queries, group, dtype)
+        attention = LatentDecodeRef(queries)
     return wrap_packed_rows(attention, queries)
 
 

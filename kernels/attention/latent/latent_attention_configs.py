@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -45,7 +46,8 @@ def _shared_memory(device: torch.device) -> int:
     """Bytes that a program may have; on a CPU as on Hopper."""
     if device.type != "cuda":
         return HOPPER
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)
 
 
 def prefix_launch(

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.latent.attend_latents_triton import LOG2E, attend_latents
+from specbatch.kernels.attention.latent.attend_latents_triton import attend_latents
 from specbatch.kernels.attention.latent.latent_attention_configs import (
     LEAST_SPLIT,
     MOST_QUERIES,
@@ -23,7 +23,7 @@ from specbatch.kernels.attention.latent.latent_attention_configs import (
 )
 from specbatch.kernels.attention.latent.latent_prefix_triton import latent_prefix_attention
 from specbatch.kernels.attention.qkv_triton import write_latent
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout, Mask
+from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixWork
 from specbatch.kernels.attention.verify.prefix_attention_triton import divide, merge_prefixes

@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.latent.attend_latents_triton import LOG2E, attend_latents
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, LatentLayout
+from specbatch.kernels.attention.latent.attend_latents_triton import attend_latents
+from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries, LatentLayout
 from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixWork
 from specbatch.kernels.attention.verify.prefix_attention_triton import PrefixPartials
 from specbatch.kernels.common.sizes import tile_side

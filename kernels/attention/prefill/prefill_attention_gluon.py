@@ -1,18 +1,12 @@
 """Prefill attention for Hopper GPUs, in Gluon: warps with roles of their own, bulk copies and asynchronous products.
 
-Shah et al., "FlashAttention-3" (2024). Two producer warps of a program copy blocks of keys and of values to shared
-memory, by TMA, from the pages of the cache or from the tensors of the pass. Two consumer warpgroups have 64 query rows
-each. While one of them computes the softmax of a block, the tensor cores multiply for the other; and a warpgroup
-computes the softmax of a block while the weights of the block before are multiplied by its values.
-
-As in the Triton kernel, the rows of a tile are the query heads that share a KV head of consecutive tokens, and the keys
-are split where tiles are few. A program computes several tiles, so that keys of the next are on their way when one
-ends. Blocks of keys are taken from the last to the first: those that need a mask come first and last.
+`attention_pipeline_gluon` has the pipeline. Keys and values come from the pages of the cache or from the tensors of the
+pass. As in the Triton kernel, the rows of a tile are the query heads that share a KV head of consecutive tokens, and
+the keys are split where tiles are few. A program computes several tiles, so that keys of the next are on their way when
+one ends. Of the blocks of keys, those that need a mask come first and last.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from triton.experimental import gluon
@@ -20,32 +14,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specbatch.kernels.attention.prefill.prefill_attention_triton import LOG2E, SPLIT_KEYS, merge_parts
-from specbatch.kernels.attention.queries import PrefillInputs
-from specbatch.kernels.common.sizes import cdiv, multiprocessors
+from specbatch.kernels.attention.attention_pipeline_gluon import (
+    accumulator_layout,
+    allocate_buffers,
+    attend,
+    causal,
+    load_blocks,
+    memory_layout,
+    online_softmax,
+    tensor_descriptors,
+)
+from specbatch.kernels.attention.hopper import ROWS, TILINGS, Tiling
+from specbatch.kernels.attention.prefill.prefill_attention_triton import SPLIT_KEYS, merged, outputs
+from specbatch.kernels.attention.queries import LOG2E, PrefillInputs
+from specbatch.kernels.common.sizes import multiprocessors
 
-ROWS = 128  # of a tile
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.8
 _LOG2E = gl.constexpr(LOG2E)
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """Keys of a block, and how many blocks of keys (and as many of values) shared memory holds. persistent: one program
-    for each multiprocessor."""
-
-    keys: int
-    stages: int
-    persistent: bool = True
-
-
-TILINGS = {64: Tiling(128, 2), 128: Tiling(128, 2), 256: Tiling(64, 2)}  # by size of the heads
 
 
 def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torch.Tensor:
@@ -61,35 +49,22 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
     group = heads // kv
     tile = tile or TILINGS[dim]
     if spans.fresh and k_new is not None and v_new is not None:
-        keys, values, page, rows = k_new.flatten(1), v_new.flatten(1), 0, tile.keys
+        keys, values, page = k_new.flatten(1), v_new.flatten(1), 0
     else:
         keys, values, page = k_cache.view(-1, kv * dim), v_cache.view(-1, kv * dim), spans.page_size
-        rows = min(page & -page, tile.keys)
-    layout = gl.NVMMASharedLayout.get_default_for([tile.keys, dim], gl.bfloat16)
-    keys, values = (TensorDescriptor.from_tensor(x, [rows, dim], layout) for x in (keys, values))
+    keys, values = tensor_descriptors(keys, values, page, tile.keys, dim)
     tokens = ROWS // group
     tiles, processors = spans.tiles(tokens), multiprocessors(q.device)
     longest = min(max(spans.ends), window + tokens) if window else max(spans.ends)
     splits = max(1, min(processors // (spans.full_tiles(tokens) * kv), longest // SPLIT_KEYS))
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    partial, lse = out, out
-    if splits > 1:
-        partial = torch.empty(splits, total, heads, dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(splits, total, heads, dtype=torch.float32, device=q.device)
-    work = kv * len(tiles) * splits
-    prefill_attention_kernel[(min(work, processors) if tile.persistent else work,)](
+    out, partial, lse = outputs(q, out, splits)
+    prefill_attention_kernel[(min(kv * len(tiles) * splits, processors),)](
         q, keys, values, sinks, partial, lse, spans.table, spans.table.stride(0), tiles, len(tiles), spans.page_table,
         spans.page_table.stride(0), q.stride(0), total, splits, dim**-0.5 * LOG2E,
-        GROUP=group, KV=kv, DIM=dim, PAGE=page, COPY=rows, WINDOW=window, TOKENS=tokens, KEYS=tile.keys,
+        GROUP=group, KV=kv, DIM=dim, PAGE=page, COPY=keys.block_shape[0], WINDOW=window, TOKENS=tokens, KEYS=tile.keys,
         SPLIT=splits > 1, STAGES=tile.stages, num_warps=4,
     )  # fmt: skip
-    if splits > 1:
-        lines = max(1, 1024 // dim)
-        merge_parts[(cdiv(total * heads, lines),)](
-            partial, lse, out, total * heads, splits, DIM=dim, BLOCK_D=dim, ROWS=lines, num_warps=4
-        )
-    return out
+    return merged(out, partial, lse, splits)
 
 
 @gluon.jit
@@ -124,103 +99,20 @@ def _tile(
 
 
 @gluon.jit
-def _lines(at, offset, pages, end, KEYS: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr):
-    """Where the keys at, at + COPY, .. of a block are."""
-    lines = ()
-    for j in gl.static_range(KEYS // COPY):
-        if PAGE == 0:
-            lines += (offset.to(gl.int32) + at + j * COPY,)  # type: ignore[assignment]
-        else:  # after the end, the last ones again
-            key = gl.minimum(at + j * COPY, end - 1)
-            line = gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // COPY * COPY
-            lines += (line,)  # type: ignore[assignment]
-    return lines
-
-
-@gluon.jit
 def _produce(
     source, bufs, ready, free, table, table_stride, tiles, num_tiles, page_table, page_stride, splits, turns,
     KV: gl.constexpr, TOKENS: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """Copy the blocks of keys, or of values, of all tiles, COPY rows at a time: from pages of PAGE tokens, or from the
-    tensor of the pass if PAGE is 0."""
-    STAGES: gl.constexpr = bufs.type.shape[0]
+    """Load the blocks of keys, or of values, of all tiles; from the tensor of the pass if PAGE is 0."""
     KEYS: gl.constexpr = bufs.type.shape[1]
-    DIM: gl.constexpr = bufs.type.shape[2]
     done = 0
     for turn in range(turns):
         head, _part, span, _first, _start, _stop, offset, low, high, blocks = _tile(
             turn, table, table_stride, tiles, num_tiles, splits, KV, TOKENS, KEYS, WINDOW
         )
         pages = page_table + gl.load(table + 2 * table_stride + span) * page_stride
-        lines = _lines(low + (blocks - 1) * KEYS, offset, pages, high, KEYS, PAGE, COPY)
-        for i in range(blocks):
-            stage = (done + i) % STAGES
-            mbarrier.wait(free.index(stage), (((done + i) // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready.index(stage), KEYS * DIM * 2)
-            for j in gl.static_range(KEYS // COPY):
-                place = bufs.index(stage).slice(j * COPY, COPY, 0)
-                copy_tile(source, [lines[j], head * DIM], ready.index(stage), place)
-            lines = _lines(low + gl.maximum(blocks - 2 - i, 0) * KEYS, offset, pages, high, KEYS, PAGE, COPY)
+        load_blocks(source, bufs, ready, free, done, blocks, head, low, high, offset, pages, 0, PAGE, COPY)
         done += blocks
-
-
-@gluon.jit
-def _softmax(scores, key, position, peak, total, scale, MASK: gl.constexpr, WINDOW: gl.constexpr):
-    """Weights of a block of scores, base 2, the new peak and sum of each row, and by what its old sums shrink."""
-    if MASK:
-        visible = key[None, :] <= position[:, None]
-        if WINDOW > 0:
-            visible &= key[None, :] > position[:, None] - WINDOW
-        scores = gl.where(visible, scores, float("-inf"))
-    ROWS: gl.constexpr = scores.shape[0]
-    KEYS: gl.constexpr = scores.shape[1]
-    SIDE: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
-    # A thread has two of 8 columns. To reduce them one by one at first leaves fewer operations waiting for each other.
-    top = gl.max(gl.max(scores.reshape([ROWS, KEYS // 8, 8]), 1), 1)
-    new = gl.maximum(peak, gl.convert_layout(top, SIDE) * scale)
-    base = new
-    if MASK:  # a row that has seen no key yet has the peak -inf; any finite number does in its place
-        base = gl.where(new == float("-inf"), 0.0, new)
-    weights = gl.exp2(scores * scale - base[:, None])
-    shrink = gl.exp2(peak - base)
-    more = gl.sum(gl.sum(weights.reshape([ROWS, KEYS // 8, 8]), 1), 1)
-    return weights, new, total * shrink + gl.convert_layout(more, SIDE), shrink
-
-
-@gluon.jit
-def _attend(
-    begin, end, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column, scale,
-    MASK: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
-    """Blocks begin..end - 1 of a tile, whose block begin - 1 has the weights p, not multiplied by values yet."""
-    k_ready, k_free, v_ready, v_free = barriers
-    STAGES: gl.constexpr = k_bufs.type.shape[0]
-    KEYS: gl.constexpr = k_bufs.type.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_bufs.type.shape[2], 16])
-    HALF: gl.constexpr = q_buf.type.shape[0]
-    nothing = gl.zeros([HALF, KEYS], gl.float32, SCORES)
-    for i in range(begin, end):
-        number = done + i
-        stage, before = number % STAGES, (number - 1) % STAGES
-        scores = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(v_ready.index(before), ((number - 1) // STAGES) & 1)
-        acc = warpgroup_mma(p, v_bufs.index(before), acc, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[scores])
-        mbarrier.arrive(k_free.index(stage))
-        key = low + (blocks - 1 - i) * KEYS + column
-        weights, peak, total, shrink = _softmax(scores, key, position, peak, total, scale, MASK, WINDOW)
-        new_p = gl.convert_layout(weights.to(p.dtype), gl.DotOperandLayout(0, OUT, 2))
-        # The keys of the next block are there, as a rule. To wait for them here, which is a branch, keeps the assembler
-        # from moving the softmax to after the wait for the product.
-        after = number + 1
-        mbarrier.wait(k_ready.index(after % STAGES), (after // STAGES) & 1, pred=i + 1 < blocks)
-        acc, p, new_p = warpgroup_mma_wait(0, deps=[acc, p, new_p])
-        mbarrier.arrive(v_free.index(before))
-        acc *= gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
-        p = new_p
-    return p, acc, peak, total
 
 
 @gluon.jit
@@ -230,14 +122,14 @@ def _consume(
     WINDOW: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Half of the rows of all tiles."""
-    k_ready, k_free, v_ready, v_free = barriers
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
     DIM: gl.constexpr = k_bufs.type.shape[2]
     HALF: gl.constexpr = q_bufs.type.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    SCORES: gl.constexpr = accumulator_layout(KEYS)
+    OUT: gl.constexpr = accumulator_layout(DIM)
+    MEMORY: gl.constexpr = memory_layout(DIM)
+    k_ready, k_free, v_ready, v_free = barriers
     q_buf = q_bufs.index(GROUP_NUMBER)
     row = GROUP_NUMBER * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, MEMORY))
     feature = gl.arange(0, DIM, layout=gl.SliceLayout(0, MEMORY))
@@ -277,7 +169,8 @@ def _consume(
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_free.index(stage))
             at = low + (blocks - 1) * KEYS
-            weights, peak, total, _shrink = _softmax(scores, at + column, position, peak, total, scale, True, WINDOW)
+            scores = causal(scores, at + column, position, WINDOW)
+            weights, peak, total, _shrink = online_softmax(scores, peak, total, scale, True)
             p = gl.convert_layout(weights.to(q.dtype.element_ty), gl.DotOperandLayout(0, OUT, 2))
             if at + KEYS > stop:  # values of another sequence follow: a weight of 0 is not enough if they are NaN
                 mbarrier.wait(v_ready.index(stage), phase)
@@ -286,17 +179,17 @@ def _consume(
                 v_buf.store(gl.where((line < stop)[:, None], v_buf.load(MEMORY), 0.0))
                 fence_async_shared()
             mbarrier.wait(k_ready.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=blocks > 1)
-            p, acc, peak, total = _attend(
-                1, right, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column,
+            p, acc, peak, total = attend(
+                1, right, done, blocks, low, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column,
                 scale, True, WINDOW,
             )  # fmt: skip
-            p, acc, peak, total = _attend(
-                right, left, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column,
+            p, acc, peak, total = attend(
+                right, left, done, blocks, low, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position, column,
                 scale, False, WINDOW,
             )  # fmt: skip
             if WINDOW > 0:
-                p, acc, peak, total = _attend(
-                    left, blocks, done, low, blocks, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position,
+                p, acc, peak, total = attend(
+                    left, blocks, done, blocks, low, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, position,
                     column, scale, True, WINDOW,
                 )  # fmt: skip
             done += blocks
@@ -327,10 +220,7 @@ def prefill_attention_kernel(
     splits, scale, GROUP: gl.constexpr, KV: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
     WINDOW: gl.constexpr, TOKENS: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], keys.dtype)
-    q_bufs = gl.allocate_shared_memory(keys.dtype, [2, 64, DIM], layout)
-    k_bufs = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, DIM], layout)
-    v_bufs = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, DIM], layout)
+    q_bufs, k_bufs, v_bufs = allocate_buffers(keys.dtype, DIM, KEYS, STAGES)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -9,20 +9,19 @@ split too and a second kernel merges the parts in their order: the result does n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from specbatch.kernels.attention.hopper import has_bulk_copies
 from specbatch.kernels.attention.prefill.unpacked_cache_triton import unpacked
-from specbatch.kernels.attention.queries import PrefillInputs
+from specbatch.kernels.attention.queries import LOG2E, PrefillInputs
 from specbatch.kernels.common.e4m3_triton import dequantize_e4m3
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 
-LOG2E = 1.4426950408889634
 SPLIT_KEYS = 512  # no part is shorter: its merge would cost more than it saves
 _LOG2E = tl.constexpr(LOG2E)
 PROGRAMS = 2  # for each processor; with fewer tiles than that, keys are split
@@ -67,7 +66,7 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
     group = heads // kv
     block = tile_side(dim)
     keys, values, source = k_cache, v_cache, "slots"
-    if dim == block and q.dtype != torch.float32 and _has_bulk_copies(q.device):
+    if dim == block and q.dtype != torch.float32 and has_bulk_copies(q.device):
         if spans.fresh and k_new is not None and v_new is not None:
             keys, values, source = k_new.flatten(1), v_new.flatten(1), "rows"
             k_scale = v_scale = None  # these are not divided
@@ -80,12 +79,7 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
     tiles = spans.tiles(tokens)
     longest = min(max(spans.ends), window + tokens) if window else max(spans.ends)
     splits = max(1, min(PROGRAMS * multiprocessors(q.device) // (spans.full_tiles(tokens) * kv), longest // SPLIT_KEYS))
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    partial, lse = out, out
-    if splits > 1:
-        partial = torch.empty(splits, total, heads, dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(splits, total, heads, dtype=torch.float32, device=q.device)
+    out, partial, lse = outputs(q, out, splits)
     prefill_attention_kernel[(kv, len(tiles), splits)](
         q, keys, values, k_scale, v_scale, sinks, partial, lse, spans.table, spans.table.stride(0), tiles,
         spans.page_table, spans.page_table.stride(0), q.stride(0), total, dim**-0.5 * LOG2E,
@@ -93,18 +87,30 @@ def prefill_attention(inputs: PrefillInputs, tile: Tiling | None = None) -> torc
         TOKENS=tokens, QUERIES=max(tile.queries, next_power_of_2(group)), KEYS=tile.keys, SPLIT=splits > 1,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
+    return merged(out, partial, lse, splits)
+
+
+def outputs(q: torch.Tensor, out: torch.Tensor | None, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`out`, allocated if it is None, and where the kernel writes: results of parts of the keys and the logarithms to
+    base 2 of their sums of weights, or `out` if there is one part."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if splits == 1:
+        return out, out, out
+    partial = torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device)
+    return out, partial, torch.empty(partial.shape[:3], dtype=torch.float32, device=q.device)
+
+
+def merged(out: torch.Tensor, partial: torch.Tensor, lse: torch.Tensor, splits: int) -> torch.Tensor:
+    """`out`, with what the kernel wrote to `outputs`."""
     if splits > 1:
+        dim, lines = out.shape[2], out.shape[0] * out.shape[1]
+        block = tile_side(dim)
         rows = max(1, 1024 // block)
-        merge_parts[(cdiv(total * heads, rows),)](
-            partial, lse, out, total * heads, splits, DIM=dim, BLOCK_D=block, ROWS=rows, num_warps=4
+        merge_parts[(cdiv(lines, rows),)](
+            partial, lse, out, lines, splits, DIM=dim, BLOCK_D=block, ROWS=rows, num_warps=4
         )
     return out
-
-
-@cache
-def _has_bulk_copies(device: torch.device) -> bool:
-    """Can it copy a tile by one instruction (Hopper's TMA and its like)?"""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -15,23 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from specbatch.errors import refuse
 from specbatch.kernels.attention.deterministic.span_attention import span_prefill_attention
+from specbatch.kernels.attention.hopper import HALVES, Layout, gpu_of, not_gluon
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.stored_kv import gather_stored
 from specbatch.kernels.dispatch import is_deterministic
 
 NAMES = ("auto", "gluon", "triton", "torch")
-FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)  # Gluon may change with every version
-GLUON_HEADS = 64, 128, 256
 FEWEST_KEYS = 1024  # of a prompt of 2,048 tokens: TTFT on an H200 was 1% shorter, and of 1,024 tokens 1% longer
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class PrefillAttention(Protocol):
@@ -47,21 +45,6 @@ class PrefillAttention(Protocol):
     def __call__(self, inputs: PrefillInputs) -> torch.Tensor:
         """Returns [T, count, dim], in the memory of `inputs.out` if that is given and the backend can."""
         ...
-
-
-class Layout(NamedTuple):
-    """Type of the queries, size of a head, tokens of a page."""
-
-    dtype: torch.dtype
-    head_dim: int
-    page_size: int
-
-
-class Gpu(NamedTuple):
-    """Its compute capability, and the version of Triton."""
-
-    capability: tuple[int, int]
-    triton: str
 
 
 def prefill_backend(
@@ -88,36 +71,13 @@ def prefill_backend(
     if name == "triton" or (name == "auto" and (latents or deterministic or layout is None)):
         return TritonPrefill()
     assert layout is not None
-    reason = "has no deterministic mode" if deterministic else not_gluon(_gpu(device), layout)
+    reason = "has no deterministic mode" if deterministic else not_gluon(gpu_of(device), layout)
     if reason is None:
         return GluonPrefill()
     if name == "gluon":
         raise refuse(setting, name, f"{reason}; use triton or auto")
     log(f"{setting}: auto is triton, because gluon {reason}")
     return TritonPrefill()
-
-
-def _gpu(device: torch.device) -> Gpu | None:
-    if not torch.cuda.is_available():
-        return None
-    from triton import __version__
-
-    return Gpu(torch.cuda.get_device_capability(device), __version__)
-
-
-def not_gluon(gpu: Gpu | None, layout: Layout) -> str | None:
-    """Why the Gluon kernel cannot run, if so."""
-    if gpu is None or gpu.capability != (9, 0):
-        return "needs a Hopper GPU"
-    if not FIRST_TRITON <= tuple(map(int, gpu.triton.split(".")[:2])) <= LAST_TRITON:
-        return f"was compiled with Triton 3.6 to 3.9 only, not {gpu.triton}"
-    if layout.dtype not in HALVES:
-        return "has float16 and bfloat16 only"
-    if layout.head_dim not in GLUON_HEADS:
-        return f"has no heads of {layout.head_dim}, only {', '.join(map(str, GLUON_HEADS))}"
-    if layout.page_size % 8:
-        return f"reads pages of a multiple of 8 tokens only, not {layout.page_size}"
-    return None
 
 
 def _packed(inputs: PrefillInputs) -> tuple[torch.Tensor, torch.Tensor]:

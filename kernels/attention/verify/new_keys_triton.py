@@ -5,12 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from specbatch.kernels.attention.queries import LOG2E
 from specbatch.kernels.attention.stored_kv_triton import power_of_two, to_stored
 from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
 from specbatch.kernels.common.kv_slots_triton import kv_slot
 
 NEW_KEYS = tl.constexpr(16)  # of a step; the smallest tile of `tl.dot`
-LOG2E = tl.constexpr(1.4426950408889634)
+_LOG2E = tl.constexpr(LOG2E)
 
 
 @triton.jit
@@ -105,7 +106,7 @@ def attend_to_new_keys(
     if last:
         new_weights = tl.zeros([row.shape[0], NEW_KEYS], tl.float32)
         if sinks is not None:  # the first key, with a value of 0
-            peak = tl.load(sinks + head * GROUP + row % GROUP) * LOG2E
+            peak = tl.load(sinks + head * GROUP + row % GROUP) * _LOG2E
             new_weights += tl.where(tl.arange(0, NEW_KEYS) == 0, 1.0, 0.0)[None, :]
         for chunk in tl.static_range(NEW):
             a, b, c, d, new_cos, new_sin = fresh

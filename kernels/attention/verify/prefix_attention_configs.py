@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from specbatch.kernels.attention.hopper import ROWS, TILINGS, Layout, gpu_of, has_bulk_copies, not_gluon
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, tile_side
 
@@ -28,9 +29,7 @@ class PrefixTile:
     gluon: bool = False
 
 
-GLUON_TILES = {64: PrefixTile(128, 128, 4, 2, gluon=True), 128: PrefixTile(128, 128, 4, 2, gluon=True),
-               256: PrefixTile(128, 64, 4, 2, gluon=True)}  # by size of the heads  # fmt: skip
-FIRST_TRITON, LAST_TRITON = (3, 6), (3, 9)  # with which the Gluon kernel was compiled: Gluon may change
+GLUON_TILES = {dim: PrefixTile(ROWS, tile.keys, 4, tile.stages, gluon=True) for dim, tile in TILINGS.items()}
 
 
 def prefix_tile(dtype: torch.dtype, width: int, source: str) -> PrefixTile:
@@ -78,9 +77,10 @@ class PrefixLaunch:
         width, source = 2 * tile_side(heads.dim // 2), "slots"
         is_half = cache.dtype == dtype and dtype != torch.float32
         has_scales = inputs.k_scale is not None or inputs.v_scale is not None
-        if tile is None and is_half and not has_scales and cache.shape[1] % 8 == 0 and _has_gluon(cache.device):
-            tile = GLUON_TILES.get(heads.dim)
-        if heads.dim == width and is_half and _has_bulk_copies(cache.device):
+        layout = Layout(dtype, heads.dim, cache.shape[1])
+        if tile is None and is_half and not has_scales and _takes_gluon(cache.device, layout):
+            tile = GLUON_TILES[heads.dim]
+        if heads.dim == width and is_half and has_bulk_copies(cache.device):
             step = (tile or prefix_tile(dtype, width, "pages")).block_n
             source = "slots" if cache.shape[1] % step else "pages"
         tile = tile or prefix_tile(dtype, width, source)
@@ -107,15 +107,5 @@ def most_lines(rows: int, groups: int, programs: int, tile: PrefixTile) -> int:
 
 
 @cache
-def _has_bulk_copies(device: torch.device) -> bool:
-    """Can it copy a tile by one instruction (Hopper's TMA and its like)?"""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def _has_gluon(device: torch.device) -> bool:
-    if device.type == "cpu" or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    from triton import __version__
-
-    return FIRST_TRITON <= tuple(map(int, __version__.split(".")[:2])) <= LAST_TRITON
+def _takes_gluon(device: torch.device, layout: Layout) -> bool:
+    return not_gluon(gpu_of(device), layout) is None

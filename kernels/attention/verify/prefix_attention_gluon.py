@@ -1,10 +1,6 @@
 """`prefix_attention` for Hopper GPUs, in Gluon: warps with roles of their own, bulk copies and asynchronous products.
 
-Shah et al., "FlashAttention-3" (2024). Two producer warps of a program copy blocks of keys and of values to shared
-memory, by TMA, from (parts of) pages. Two consumer warpgroups have 64 query rows each. While one of them computes the
-softmax of a block, the tensor cores multiply for the other; and a warpgroup computes the softmax of a block while the
-weights of the block before are multiplied by its values. Blocks are taken from the last, which may not be full, to the
-first. Items of work are those of the Triton kernel.
+`attention_pipeline_gluon` has the pipeline. Items of work are those of the Triton kernel.
 """
 
 from __future__ import annotations
@@ -15,17 +11,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries
+from specbatch.kernels.attention.attention_pipeline_gluon import (
+    accumulator_layout,
+    allocate_buffers,
+    attend,
+    load_blocks,
+    memory_layout,
+    online_softmax,
+    tensor_descriptors,
+)
+from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries
 from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixWork
 from specbatch.kernels.common.pdl_triton import pdl
-
-copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # its name before Triton 3.8
 
 
 @gluon.jit
@@ -36,55 +37,19 @@ def _item(items, item):
 
 
 @gluon.jit
-def _lines(at, pages, end, KEYS: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr):
-    """Where the keys at, at + COPY, .. of a block are; after the end, the last ones again."""
-    lines = ()
-    for j in gl.static_range(KEYS // COPY):
-        key = gl.minimum(at + j * COPY, end - 1)
-        line = gl.load(pages + key // PAGE).to(gl.int32) * PAGE + key % PAGE // COPY * COPY
-        lines += (line,)  # type: ignore[assignment]
-    return lines
-
-
-@gluon.jit
 def _produce(
     source, bufs, ready, free, page_table, slots, members, items, items_end, width, LAG: gl.constexpr,
-    KV: gl.constexpr, PAGE: gl.constexpr, COPY: gl.constexpr,
+    PAGE: gl.constexpr, COPY: gl.constexpr,
 ):  # fmt: skip
-    """Copy the blocks of keys (LAG 0) or of values (1) of all items, COPY rows at a time."""
-    STAGES: gl.constexpr = bufs.type.shape[0]
+    """Load the blocks of keys (LAG 0) or of values (1) of all items."""
     KEYS: gl.constexpr = bufs.type.shape[1]
-    DIM: gl.constexpr = bufs.type.shape[2]
     head, done = gl.program_id(0), 0
     for item in range(gl.program_id(1), items_end, gl.num_programs(1)):
         first, _count, _tile, low, high = _item(items, item)
         pages = page_table + gl.load(slots + gl.load(members + first)) * width
         blocks = gl.cdiv(high - low, KEYS)
-        lines = _lines(low + (blocks - 1) * KEYS, pages, high, KEYS, PAGE, COPY)
-        for i in range(blocks):
-            stage, freed = (done + i) % STAGES, done + i + LAG
-            mbarrier.wait(free.index(freed % STAGES), ((freed // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready.index(stage), KEYS * DIM * 2)
-            for j in gl.static_range(KEYS // COPY):
-                place = bufs.index(stage).slice(j * COPY, COPY, 0)
-                copy_tile(source, [lines[j], head * DIM], ready.index(stage), place)
-            lines = _lines(low + gl.maximum(blocks - 2 - i, 0) * KEYS, pages, high, KEYS, PAGE, COPY)
+        load_blocks(source, bufs, ready, free, done, blocks, head, low, high, 0, pages, LAG, PAGE, COPY)
         done += blocks
-
-
-@gluon.jit
-def _softmax(scores, peak, total, scale):
-    """Weights of a block of scores, base 2, the new peak and sum of each row, and by what its old sums shrink."""
-    ROWS: gl.constexpr = scores.shape[0]
-    KEYS: gl.constexpr = scores.shape[1]
-    SIDE: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
-    # A thread has two of 8 columns. To reduce them one by one at first leaves fewer operations waiting for each other.
-    top = gl.max(gl.max(scores.reshape([ROWS, KEYS // 8, 8]), 1), 1)
-    new = gl.maximum(peak, gl.convert_layout(top, SIDE) * scale)
-    weights = gl.exp2(scores * scale - new[:, None])
-    shrink = gl.exp2(peak - new)
-    more = gl.sum(gl.sum(weights.reshape([ROWS, KEYS // 8, 8]), 1), 1)
-    return weights, new, total * shrink + gl.convert_layout(more, SIDE), shrink
 
 
 @gluon.jit
@@ -94,7 +59,7 @@ def _queries(
 ):  # fmt: skip
     """Half of the query rows of a tile [64, DIM], normalized and rotated; rounds where the references do."""
     HALF: gl.constexpr = DIM // 2
-    MEMORY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [4, 1], [1, 0])
+    MEMORY: gl.constexpr = memory_layout(HALF)
     dtype: gl.constexpr = qkv.dtype.element_ty
     row = tile * 128 + GROUP_NUMBER * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MEMORY))
     column = gl.arange(0, HALF, layout=gl.SliceLayout(0, MEMORY))
@@ -134,12 +99,12 @@ def _consume(
     WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Half of the rows of all items."""
-    k_ready, v_ready, free = barriers
+    k_ready, _k_free, v_ready, free = barriers
     STAGES: gl.constexpr = k_bufs.type.shape[0]
     KEYS: gl.constexpr = k_bufs.type.shape[1]
     DIM: gl.constexpr = k_bufs.type.shape[2]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    SCORES: gl.constexpr = accumulator_layout(KEYS)
+    OUT: gl.constexpr = accumulator_layout(DIM)
     dtype: gl.constexpr = qkv.dtype.element_ty
     q_buf = q_bufs.index(GROUP_NUMBER)
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
@@ -166,26 +131,13 @@ def _consume(
         peak = gl.full([64], float("-inf"), gl.float32, layout=gl.SliceLayout(1, SCORES))
         total = gl.full([64], 0.0, gl.float32, layout=gl.SliceLayout(1, SCORES))
         acc = gl.zeros([64, DIM], gl.float32, OUT)
-        weights, peak, total, _shrink = _softmax(scores, peak, total, scale)
+        weights, peak, total, _shrink = online_softmax(scores, peak, total, scale, False)
         p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2))
         mbarrier.wait(k_ready.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=blocks > 1)
-        for i in range(1, blocks):
-            number = done + i
-            stage, before = number % STAGES, (number - 1) % STAGES
-            scores = warpgroup_mma(q_buf, k_bufs.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            mbarrier.wait(v_ready.index(before), ((number - 1) // STAGES) & 1)
-            acc = warpgroup_mma(p, v_bufs.index(before), acc, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-            weights, peak, total, shrink = _softmax(scores, peak, total, scale)
-            new_p = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, OUT, 2))
-            # The keys of the next block are there, as a rule. To wait for them here, which is a branch, keeps the
-            # assembler from moving the softmax to after the wait for the product.
-            after = number + 1
-            mbarrier.wait(k_ready.index(after % STAGES), (after // STAGES) & 1, pred=i + 1 < blocks)
-            acc, p, new_p = warpgroup_mma_wait(0, deps=[acc, p, new_p])
-            mbarrier.arrive(free.index(stage))  # these keys, and the values of the block before
-            acc *= gl.convert_layout(shrink, gl.SliceLayout(1, OUT))[:, None]
-            p = new_p
+        p, acc, peak, total = attend(
+            1, blocks, done, blocks, low, q_buf, k_bufs, v_bufs, barriers, p, acc, peak, total, None, None, scale,
+            False, 0,
+        )  # fmt: skip
         done += blocks
         last = (done - 1) % STAGES
         mbarrier.wait(v_ready.index(last), ((done - 1) // STAGES) & 1)
@@ -208,19 +160,15 @@ def prefix_attention_kernel(
     PDL: gl.constexpr,
 ):  # fmt: skip
     WIDTH: gl.constexpr = KV * (GROUP if SHARED else GROUP + 2) * DIM  # of a row of qkv
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], keys.dtype)
-    q_bufs = gl.allocate_shared_memory(keys.dtype, [2, 64, DIM], layout)
-    k_bufs = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, DIM], layout)
-    v_bufs = gl.allocate_shared_memory(keys.dtype, [STAGES, KEYS, DIM], layout)
+    q_bufs, k_bufs, v_bufs = allocate_buffers(keys.dtype, DIM, KEYS, STAGES)
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # Its n-th completion frees the keys of block n and the values of block n - 1.
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(i), count=1)
         mbarrier.init(v_ready.index(i), count=1)
         mbarrier.init(free.index(i), count=2)
-    barriers = (k_ready, v_ready, free)
+    barriers = (k_ready, None, v_ready, free)
     if PDL:  # as `wait_for_previous_kernel`
         gl.inline_asm_elementwise(
             "griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0;", "=r,~{memory}", [],
@@ -238,10 +186,10 @@ def prefix_attention_kernel(
                 sin, outputs, sums, n, first_node, lines, eps, scale, 1, GROUP, WIDTH,
             )),
             (_produce, (
-                keys, k_bufs, k_ready, free, page_table, slots, members, items, end, width, 0, KV, PAGE, COPY,
+                keys, k_bufs, k_ready, free, page_table, slots, members, items, end, width, 0, PAGE, COPY,
             )),
             (_produce, (
-                values, v_bufs, v_ready, free, page_table, slots, members, items, end, width, 1, KV, PAGE, COPY,
+                values, v_bufs, v_ready, free, page_table, slots, members, items, end, width, 1, PAGE, COPY,
             )),
         ],
         [4, 1, 1],
@@ -259,20 +207,17 @@ def prefix_attention(
 ) -> None:
     """As the Triton kernel, to `outputs` and `sums` of `PrefixPartials`. float16 or bfloat16, also the caches; heads of
     64, 128 or 256; pages of a multiple of 8 tokens."""
-    qkv, heads, positions, *caches = inputs[:5]
+    qkv, heads, positions = inputs[:3]
     prefixes, tile, size = queries.prefixes, launch.tile, queries.page_size
     assert prefixes is not None
-    rows = min(size & -size, tile.block_n)
-    layout = gl.NVMMASharedLayout.get_default_for([tile.block_n, heads.dim], gl.bfloat16)
-    keys, values = (
-        TensorDescriptor.from_tensor(x.view(-1, heads.kv * heads.dim), [rows, heads.dim], layout) for x in caches
-    )
+    k_rows, v_rows = (x.view(-1, heads.kv * heads.dim) for x in (inputs.k_cache, inputs.v_cache))
+    keys, values = tensor_descriptors(k_rows, v_rows, size, tile.block_n, heads.dim)
     prefix_attention_kernel[(heads.kv, launch.programs)](
         qkv, keys, values, queries.page_table, queries.slots, queries.lengths,
         None if queries.packed is None else queries.packed.firsts, None if queries.ancestors is None else positions,
         prefixes.members, work.items, work.end, heads.q_norm, heads.cos, heads.sin, outputs, sums,
         queries.num_queries, queries.first_node, queries.page_table.shape[1], launch.lines, heads.eps,
-        heads.dim**-0.5 * 1.4426950408889634,
-        GROUP=heads.count // heads.kv, KV=heads.kv, DIM=heads.dim, PAGE=size, COPY=rows, KEYS=tile.block_n,
-        STAGES=tile.stages, SHARED=heads.shared, num_warps=tile.warps, **pdl(qkv),
+        heads.dim**-0.5 * LOG2E,
+        GROUP=heads.count // heads.kv, KV=heads.kv, DIM=heads.dim, PAGE=size, COPY=keys.block_shape[0],
+        KEYS=tile.block_n, STAGES=tile.stages, SHARED=heads.shared, num_warps=tile.warps, **pdl(qkv),
     )  # fmt: skip

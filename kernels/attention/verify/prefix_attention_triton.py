@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, QKVLayout
+from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries, QKVLayout
 from specbatch.kernels.attention.stored_kv_triton import power_of_two
 from specbatch.kernels.attention.verify.prefix_attention_configs import LEAST_KEYS, PrefixLaunch, PrefixWork
 from specbatch.kernels.attention.verify.rotated_heads_triton import halves, rotate, turn, whole_heads
@@ -277,7 +277,7 @@ def prefix_attention(
         None if queries.packed is None else queries.packed.firsts, None if queries.ancestors is None else positions,
         prefixes.members, work.items, work.end, heads.q_norm, heads.cos, heads.sin, outputs, sums,
         queries.num_queries, queries.first_node, queries.page_table.shape[1], launch.lines, heads.eps,
-        heads.dim**-0.5 * 1.4426950408889634,
+        heads.dim**-0.5 * LOG2E,
         KV=heads.kv, GROUP=heads.count // heads.kv, DIM=heads.dim, HALF=half, PAGE=queries.page_size,
         SOURCE=launch.source, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, SHARED=heads.shared,
         FP8=inputs.k_cache.dtype.itemsize == 1, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,

@@ -23,13 +23,8 @@ from specbatch.kernels.common.kv_slots import kv_slots
 from specbatch.kernels.dispatch import is_deterministic, runs_kernels
 
 
-def decode_attention(
-    queries: DecodeQueries, masks: Collection[Mask], group: int, dtype: torch.dtype
-) -> DecodeAttention:
-    """Prepare the attention of a pass once for all of its layers, whose masks are `masks`.
-
-    group: query heads per KV head; dtype: of the activations.
-    """
+def decode_attention(queries: DecodeQueries, masks: Collection[Mask]) -> DecodeAttention:
+    """Prepare the attention of a pass once for all of its layers, whose masks are `masks`."""
     attention: DecodeAttention
     if runs_kernels(queries.lengths):
         from specbatch.kernels.attention.deterministic import span_attention_triton
@@ -44,7 +39,7 @@ def decode_attention(
 
         attention = SpanDecodeAttention(queries)
     else:
-        attention = DecodeAttentionRef(queries, group, dtype)
+        attention = DecodeAttentionRef(queries)
         if queries.lengths.device.type == "cpu" and native.missing() is None:
             from specbatch.kernels.attention.verify.decode_attention_native import NativeDecodeAttention
 
@@ -71,7 +66,7 @@ def wrap_packed_rows(attention: DecodeAttention, queries: DecodeQueries) -> Deco
 class DecodeAttentionRef:
     """The torch reference. The slots are computed once for all layers, as is each mask."""
 
-    def __init__(self, queries: DecodeQueries, group: int, dtype: torch.dtype) -> None:
+    def __init__(self, queries: DecodeQueries) -> None:
         size, count, lengths, first = queries.page_size, queries.num_queries, queries.lengths, queries.first_node
         pages = queries.page_table.shape[1] if queries.bound is None else -(-queries.bound // size)
         self._table = queries.page_table[queries.slots, :pages]
@@ -80,17 +75,20 @@ class DecodeAttentionRef:
         self._slots = kv_slots(self._table, sequence, keys, size).flatten()
 
         @cache
-        def bias(mask: Mask) -> torch.Tensor:
+        def bias(mask: Mask, group: int, dtype: torch.dtype) -> torch.Tensor:
             seen = attention_mask(lengths, count, pages * size, queries.ancestors, first, mask.causal, mask.window)
             return attention_bias(seen, group, dtype)
 
-        self._bias = bias
+        self._cached_bias = bias
         self._count = count
+
+    def _bias(self, inputs: AttentionInputs, mask: Mask) -> torch.Tensor:
+        return self._cached_bias(mask, inputs.heads.count // inputs.heads.kv, inputs.projected.dtype)
 
     def __call__(self, inputs: AttentionInputs, mask: Mask) -> torch.Tensor:
         """inputs of T = B * num_queries tokens -> [T, count * dim]. A tree is causal whatever the mask says."""
         _, heads, _, k_cache, v_cache, *scales = inputs
         q, *_ = split_qkv_rope_write_ref(inputs, self._slots)
         rows = q.unflatten(0, (-1, self._count))
-        out = paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias(mask), heads.sinks, *scales)
+        out = paged_attention_ref(rows, k_cache, v_cache, self._table, self._bias(inputs, mask), heads.sinks, *scales)
         return out.flatten(0, 1).flatten(1)

@@ -7,7 +7,9 @@ q/k RMSNorm, RoPE, the paged write of the new K and V, and attention over the ol
 takes the new keys from the qkv output and never reads them back from the cache, so no program waits for another; with
 shared keys it does read them from the cache, where the kernel of an earlier layer has written them. The last program to
 arrive at a tile's counter adds the partial sums in the order of the splits. The first old keys are loaded before the
-previous kernel has ended, and the new ones are attended to while they arrive. Decoding is a verify of one row.
+previous kernel has ended, and the new ones are attended to while they arrive: in the loop over the old keys, or ahead
+of it with an FP8 cache, whose loop needs the registers; there the first old keys are fetched to the L2. Decoding is a
+verify of one row.
 
 Heads are multiplied in two parts, their halves, which RoPE pairs. Those of an FP8 cache are read as pairs of
 neighbouring channels (`stored_kv_triton`), and their parts are the first and the second channels of pairs.
@@ -20,9 +22,9 @@ import triton
 import triton.language as tl
 
 from specbatch.kernels.attention.paged_attention import last_ancestors
-from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask
+from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries, Mask
 from specbatch.kernels.attention.stored_kv_triton import fp8_pairs
-from specbatch.kernels.attention.verify.new_keys_triton import LOG2E, NEW_KEYS, attend, attend_to_new_keys
+from specbatch.kernels.attention.verify.new_keys_triton import NEW_KEYS, attend, attend_to_new_keys
 from specbatch.kernels.attention.verify.prefix_attention_configs import PrefixLaunch, PrefixTile, PrefixWork
 from specbatch.kernels.attention.verify.prefix_attention_triton import divide, merge_prefixes, prefix_attention
 from specbatch.kernels.attention.verify.rotated_heads_triton import whole_heads
@@ -321,7 +323,7 @@ def _attention(
         positions if is_tree else None, ancestors,
         heads.q_norm, heads.k_norm, heads.k_offset, heads.sinks, heads.cos, heads.sin, partials, arrivals,
         None if sums is None or queries.prefixes is None else queries.prefixes.lengths, sums,
-        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * LOG2E.value,
+        n, first, capacity, table_pages, window, heads.eps, heads.dim**-0.5 * LOG2E,
         KV=heads.kv, GROUP=group, DIM=heads.dim, HALF=half, PAGE=page_size,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, FEW=few, PARTS=parts, NEW=cdiv(n, NEW_KEYS.value),
         CAUSAL=causal, GROWN=first > 0, SHARED=heads.shared, num_warps=tile.warps, num_stages=tile.stages,

@@ -192,6 +192,11 @@ class DeviceWorker:
             )
             self.decode_counters = self.graphs.counters
 
+    @property
+    def rank(self) -> int | None:
+        """Of this process, where it leads others."""
+        return None if self.others is None else 0
+
     def lead(self, others: OtherRanks) -> None:
         """Have the other ranks make all calls from now on."""
         self.others = others

@@ -29,10 +29,12 @@ from specbatch.engine.ranks.rank_link import (
     connect,
     join_group,
 )
+from specbatch.engine.schedule.smaller_batch import launch_of
 from specbatch.engine.setup.builder import EngineParts, build
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.memory.planner import MemoryShare
 from specbatch.progress.bars import Report
+from specbatch.runtime.device import is_out_of_memory
 
 
 def main() -> None:
@@ -60,9 +62,14 @@ def follow(calls: Iterable[Call], send: Callable[[Message], None], ranks: Commun
         elif name == CLOSE:
             engines.pop(engine).worker.close()
         else:
-            worker = engines[engine].worker
-            with torch.inference_mode(), on_device(worker.batch.device):
-                getattr(worker, name)(*arguments)
+            parts = engines[engine]
+            with torch.inference_mode(), on_device(parts.device):
+                try:
+                    getattr(parts.worker, name)(*arguments)
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    raise launch_of(name, arguments, ranks.rank).error(parts.plan) from error
 
 
 def _build(

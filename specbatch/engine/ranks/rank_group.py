@@ -16,7 +16,7 @@ from typing import Any
 
 from specbatch.engine.device.token_check import first_difference
 from specbatch.engine.ranks.rank_link import BEAT_S, Built, Digests, Failed, Message, Progress
-from specbatch.errors import FailedError, one_line
+from specbatch.errors import FailedError, ShortOfMemoryError, SpecbatchError, one_line
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.progress.bars import Report
 from specbatch.runtime.pipe import hang_up
@@ -42,6 +42,7 @@ class RankGroup:
         Raises SpecbatchError if one of them fails meanwhile."""
         self.failure: str | None = None
         self._details = ""
+        self._short: ShortOfMemoryError | None = None  # the reason, if it is a lack of memory and was not raised yet
         self._communicator: Communicator | None = None
         self._connections = connections
         self._processes = processes
@@ -158,25 +159,29 @@ class RankGroup:
         self.check()
 
     def check(self) -> None:
-        """Raise SpecbatchError if a rank has failed."""
+        """Raise SpecbatchError if a rank has failed: the first time ShortOfMemoryError if it ran out of memory."""
         if self._communicator is not None and self._communicator.is_late:
             self.fail("a rank did not answer in time")
         if self.failure is not None:
-            error = FailedError(f"tensor parallel: {self.failure}; a new engine starts new processes")
+            error: SpecbatchError = FailedError(f"tensor parallel: {self.failure}; a new engine starts new processes")
+            if self._short is not None:
+                error, self._short = self._short, None
             if self._details:
                 error.add_note(self._details)
             raise error
 
-    def fail(self, reason: str, details: str = "", *, patience: float = 0.0) -> None:
+    def fail(
+        self, reason: str, details: str = "", *, patience: float = 0.0, short: ShortOfMemoryError | None = None
+    ) -> None:
         """The group cannot be used any more, and its processes are ended. The first reason counts. patience: seconds to
-        wait for one before this, which may be its consequence."""
+        wait for one before this, which may be its consequence; short: the error, if a rank ran out of memory."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure, patience)
         with self._ends:
             with self._changed:
                 if self.failure is not None:
                     return
-                self.failure, self._details = reason, details
+                self.failure, self._details, self._short = reason, details, short
                 self._kill()
                 self._changed.notify_all()
             if self._communicator is not None:
@@ -226,7 +231,7 @@ class RankGroup:
     def _receive(self, rank: int, message: Message) -> None:
         if isinstance(message, Failed):
             patience = EXPLAIN_S if message.is_consequence else 0.0
-            self.fail(f"rank {rank} failed: {message.reason}", message.trace, patience=patience)
+            self.fail(f"rank {rank} failed: {message.reason}", message.trace, patience=patience, short=message.short)
         elif isinstance(message, Digests):
             self.compare(rank, message)
         elif isinstance(message, Progress):

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from specbatch.errors import one_line
+from specbatch.errors import ShortOfMemoryError, one_line
 from specbatch.kernels.collectives.communicator import Communicator, DeviceCommunicator, GroupCommunicator
+from specbatch.runtime.device import is_out_of_memory
 
 Call = tuple[int, str, tuple[Any, ...]]  # number of an engine, method of its worker, arguments
 BUILD, CLOSE = "build", "close"  # calls that are not methods of a worker
@@ -52,15 +53,18 @@ class Digests(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """The rank ends. reason: one line; is_consequence: another rank may be the cause, see `may_follow`."""
+    """The rank ends. reason: one line; is_consequence: another rank may be the cause, see `may_follow`; short: the
+    error, if it is that of a lack of memory."""
 
     reason: str
     trace: str
     is_consequence: bool
+    short: ShortOfMemoryError | None
 
     @classmethod
     def of(cls, error: BaseException) -> Failed:
-        return cls(one_line(error), "".join(traceback.format_exception(error)), may_follow(error))
+        short = error if isinstance(error, ShortOfMemoryError) else None
+        return cls(one_line(error), "".join(traceback.format_exception(error)), may_follow(error), short)
 
 
 Message = Beat | Progress | Built | Digests | Failed
@@ -115,7 +119,7 @@ class Link:
 
 def may_follow(error: BaseException) -> bool:
     """Whether an error may be a consequence of one on another rank, whose end a collective may notice first."""
-    return isinstance(error, (RuntimeError, OSError)) and not isinstance(error, torch.OutOfMemoryError)
+    return isinstance(error, (RuntimeError, OSError)) and not is_out_of_memory(error)
 
 
 def listen(size: int) -> TCPStore:

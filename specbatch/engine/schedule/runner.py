@@ -123,7 +123,7 @@ class Runner:
             return None
         timer = StepTimer.begin(self._worker.batch.device, is_prefill=True)
         tokens = sum(chunk.end - chunk.start for chunk in plan.chunks)
-        self.launch = Launch(tokens, prefills=True)
+        self.launch = Launch(tokens, prefills=True, rank=self._worker.rank)
         for place, automaton in self.scheduler.grammars.take_new():
             self._worker.load_grammar(place, automaton.cells)
         if plan.admitted:
@@ -154,7 +154,7 @@ class Runner:
         plan = self.scheduler.plan_decode(may_retract=may_retract)
         if plan is None:
             return None
-        self.launch = Launch(len(plan.requests))
+        self.launch = Launch(len(plan.requests), rank=self._worker.rank)
         if plan.new_pages:
             self._worker.add_pages(plan.new_pages)
         flags = SamplingFlags.union(item.request.flags for item in plan.requests)
@@ -281,7 +281,8 @@ class Runner:
         chunks = self.scheduler.plan_catch_up(members, self._own)
         if chunks:
             step, most = self.launch, self.scheduler.prefill_chunk
-            self.launch = Launch(min(sum(chunk.end - chunk.start for chunk in chunks), most), prefills=True)
+            tokens = min(sum(chunk.end - chunk.start for chunk in chunks), most)
+            self.launch = Launch(tokens, prefills=True, rank=self._worker.rank)
             self._worker.catch_up(
                 [PromptChunk(chunk.slot, chunk.start, chunk.end, chunk.request.embeddings) for chunk in chunks], most
             )

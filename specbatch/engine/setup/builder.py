@@ -24,7 +24,14 @@ from specbatch.engine.device.verify_budget import BudgetedStep, VerifyBudget
 from specbatch.engine.schedule.draft_length import PROBED, DraftLength, announced
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.setup.cache_scales import stored_cache
-from specbatch.engine.setup.memory_plan import fewest_rows, kv_dtype_of, memory_plan, shares_prefixes
+from specbatch.engine.setup.memory_plan import (
+    fewest_rows,
+    kv_dtype_of,
+    less_for_graphs,
+    memory_plan,
+    shares_prefixes,
+    within_memory,
+)
 from specbatch.engine.setup.prepare import Prepared, prepare
 from specbatch.engine.setup.step_times import measure_catch_up, measure_step_times
 from specbatch.errors import counted
@@ -41,7 +48,7 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.progress.bars import Report, Stages
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, recorded_tokens
-from specbatch.runtime.device import is_out_of_memory, type_name
+from specbatch.runtime.device import type_name
 from specbatch.runtime.loader import Loader, grouped_line, kept_groups, quantization_lines, quantizes_activations
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights import Log
@@ -133,28 +140,24 @@ def _build(
         log(line)
     if ranks is not None and prepared.device.type == "cpu":
         log(f"tensor_parallel={ranks.size}: on a CPU, ranks exchange tensors through gloo, which is slow and for tests")
-    try:
-        with on_device(prepared.device):
-            progress = Stages(report)
-            before = time.perf_counter()
-            parts = _load(prepared, plan, shared, log, progress, ranks)
-            parts.caps["load_s"] = time.perf_counter() - before
-            try:
+    with within_memory(plan, ranks, "building the engine"), on_device(prepared.device):
+        progress = Stages(report)
+        before = time.perf_counter()
+        parts = _load(prepared, plan, shared, log, progress, ranks)
+        parts.caps["load_s"] = time.perf_counter() - before
+        try:
+            with within_memory(plan, ranks, "warming up and recording graphs", less_for_graphs(plan, config)):
                 parts.caps.update(_record_graphs(parts, log, progress))
-                if others is not None:
-                    parts.worker.lead(others)
-                    others.wait_until_built()
-                if ranks is None or ranks.rank == 0:  # the others repeat its steps
-                    parts.caps.update(_time_draft_lengths(parts))
-            except BaseException:
-                parts.worker.close()  # else its memory is freed only when garbage is collected
-                raise
-            log(_times(parts.caps, time.perf_counter() - start))
-            return parts
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
+            if others is not None:
+                parts.worker.lead(others)
+                others.wait_until_built()
+            if ranks is None or ranks.rank == 0:  # the others repeat its steps
+                parts.caps.update(_time_draft_lengths(parts))
+        except BaseException:
+            parts.worker.close()  # else its memory is freed only when garbage is collected
             raise
-        raise plan.out_of_memory("building the engine") from error
+        log(_times(parts.caps, time.perf_counter() - start))
+        return parts
 
 
 def _load(
@@ -195,7 +198,9 @@ def _load(
         draft_to_fp8=to_fp8,
         pool=shared.cache if shared is not None and plan.borrows else None,
     )
-    model = loader.model(target) if shared is None else shared.model.with_positions(width, sizes)
+    more = f"a smaller model or dtype, or a higher tensor_parallel ({sizes.ranks} now)"
+    with within_memory(plan, ranks, "loading the weights", f"use a device with more free memory, {more}"):
+        model = loader.model(target) if shared is None else shared.model.with_positions(width, sizes)
     model = model.with_aux(draft.aux)
     models, loads = (target.config, draft.config), (shared is None, draft.weights is not None)
     fp8 = quantizes_activations(config.fp8_activations, dtype, device, *models, at_load=to_fp8)
@@ -208,7 +213,9 @@ def _load(
     if loader.kv_dtype != dtype and model.kv_layers:
         stored = use_fp8_activations(fp8)(stored_cache)(target, model, ranks, log)
     model = model.with_k_offsets({} if stored is None else stored.k_offsets)
-    forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
+    less = f"use a lower memory_fraction ({plan.memory_fraction:g} now) or kv_pages ({plan.kv_pages})"
+    with within_memory(plan, ranks, "allocating the KV cache", less):
+        forward, cache = loader.target(model, needs_all_hidden=needs_all_hidden)
     if stored is not None:
         cache.set_scales(stored.k_scales, stored.v_scales)
     drafter: Drafter = draft.build(model, loader)

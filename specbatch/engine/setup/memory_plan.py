@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from specbatch.models.decoder import token_bytes
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.partition import rows_per_rank
 from specbatch.runtime.cuda_graphs import graph_bytes, recorded_tokens
+from specbatch.runtime.device import is_out_of_memory
 from specbatch.runtime.loader import dequantized_bytes, kept_groups, saved_by_fp8, weight_bytes
 from specbatch.runtime.prefill_forward import static_bytes
 
@@ -176,3 +179,23 @@ def _state_bytes(prepared: Prepared, rows: int) -> int:
 
 def kv_dtype_of(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if config.kv_dtype == "fp8" else dtype
+
+
+@contextmanager
+def within_memory(plan: MemoryPlan, ranks: Communicator | None, doing: str, works: str = "") -> Iterator[None]:
+    """Say what to change if memory runs out within this context; see `MemoryPlan.out_of_memory`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise plan.out_of_memory(doing if ranks is None else f"{doing} on rank {ranks.rank}", works) from error
+
+
+def less_for_graphs(plan: MemoryPlan, config: EngineConfig) -> str:
+    """What to change where there is no memory for graphs."""
+    off = [f"graphs.{name}=off" for name, value in asdict(config.graphs).items() if value != "off"]
+    return (
+        f"use a lower memory_fraction ({plan.memory_fraction:g} now), max_running ({plan.max_running}) or "
+        f"prefill_chunk ({plan.prefill_chunk}), or {' and '.join(off)}"
+    )

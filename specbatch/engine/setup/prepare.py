@@ -15,7 +15,8 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.corpus import CorpusPlan
 from specbatch.drafters.corpus_files import plan_corpus
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.kernels.attention.prefill.prefill_backends import Layout, PrefillAttention, prefill_backend
+from specbatch.kernels.attention.hopper import Layout
+from specbatch.kernels.attention.prefill.prefill_backends import PrefillAttention, prefill_backend
 from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder

@@ -20,7 +20,8 @@ from uncached import features_of
 from watched_calls import Watch
 
 from specbatch import Completion, Engine, EngineConfig, SamplingParams
-from specbatch.config.engine_config import Graphs, Speculation
+from specbatch.config.engine_config import Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.engine.setup import prepare
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.qkv import split_qkv_rope

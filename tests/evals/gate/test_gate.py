@@ -17,7 +17,8 @@ from made_runs import make_record, make_report, metrics_of
 from scipy import stats
 from swept import saved
 
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.evals.gate.checks import Check, Level, PendingCheck, judged
 from specbatch.evals.gate.gate import GateResult, run_gate

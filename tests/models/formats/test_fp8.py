@@ -16,7 +16,8 @@ from quantized_models import CPU, devices, logits
 from safetensors.torch import load_file, save_file
 from uncached import decoder_of
 
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.drafters import mtp
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.linear import Linear

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.engine.setup import memory_plan, prepare
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.verify import prefix_attention_configs

@@ -11,7 +11,8 @@ from pathlib import Path
 import engine_faults
 import pytest
 
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.report import CheckReport
 from specbatch.sweeps.check.run import run_check

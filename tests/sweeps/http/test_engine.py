@@ -131,7 +131,8 @@ def test_request_bodies(serve):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("reasoning", ("<think>",)), ("min_tokens", 1), ("n", 2), ("logprobs", True), ("regex", "a")]
+    ("name", "value"),
+    [("reasoning", ("<think>",)), ("logit_bias", {5: 1.0}), ("n", 2), ("logprobs", True), ("regex", "a")],
 )
 def test_parameters_that_are_not_sent_are_refused(serve, name, value):
     script = Script()

@@ -13,7 +13,8 @@ import pytest
 from made_runs import make_record, make_report, metrics_of
 from swept import saved
 
-from specbatch.config.engine_config import EngineConfig, Graphs, Speculation
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.differences import shortened_pair
 from specbatch.records.metrics import METRICS

@@ -7,7 +7,7 @@ import math
 import pytest
 from sweep_tables import configured, full_batch, pair, record, simulated, text_of, timed
 
-from specbatch.config.engine_config import Speculation
+from specbatch.config.speculation import Speculation
 from specbatch.records.sweep_plan import Point
 from specbatch.sweeps.report.notes import losses_of, notes
 from specbatch.sweeps.report.points import View

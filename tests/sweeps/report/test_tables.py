@@ -12,7 +12,7 @@ from sweep_tables import configured, full_batch, pair, record, simulated, text_o
 from swept import saved
 
 from specbatch.config.acceptance_profile import AcceptanceProfile
-from specbatch.config.engine_config import Speculation
+from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.sweeps.report.compare import compare
 from specbatch.sweeps.report.heading import run_on

@@ -12,7 +12,8 @@ import pytest
 
 from specbatch.cli.configs import configured
 from specbatch.cli.options import EngineOptions
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import PLAN, check_plan, plan_of, points, save, unfinished

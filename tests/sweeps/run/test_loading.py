@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from specbatch import SamplingParams
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.sweeps.run import loading

@@ -95,14 +95,65 @@ def test_accept_length_of_llamacpp(send, details):
     ] * 4
 
 
-def test_answers_of_llamacpp_that_end_early_have_no_accept_length():
+def test_answers_of_llamacpp_that_end_early_have_no_accept_length_if_chunks_do_not_show_it():
     """The drafts that it accepted after the end count in its timings."""
-    _, record = measured(Rival(LLAMACPP, ((3, 3),), ends=7), tokens=20)
+    _, record = measured(Rival(LLAMACPP, ((3, 3),), ends=7, several=2), tokens=20)
     assert record.metrics["accept_length"] is record.metrics["accept_rate"] is record.metrics["verify_steps"] is None
     assert record.metrics["untrimmed_accept_length"] == 4.0
-    assert "4 of 4 answers ended before their limit" in record.counters["no_accept_length"]
-    _, record = measured(Rival(LLAMACPP, ((3, 0),), ends=7), tokens=20)
+    assert (
+        "4 of 4 answers ended before their limit with chunks of several tokens" in record.counters["no_accept_length"]
+    )
+    _, record = measured(Rival(LLAMACPP, ((3, 0),), ends=7, several=2), tokens=20)
     assert record.metrics["accept_length"] == 1.0, "nothing was accepted, so nothing was trimmed"
+
+
+@pytest.mark.parametrize("send", ["ids", "chat"])
+@pytest.mark.parametrize("kind", ["vllm", LLAMACPP])
+def test_each_verify_is_known(kind, send):
+    """Tokens of 1, 4 and 2 of 4, as this engine counts them: two of the last verify came after the end."""
+    server = Rival(kind, ((3, 3),), ends=7, template_tokens=9, of_requests="detailed", others=11)
+    _, record = measured(server, tokens=20, send=send)
+    metrics, counters = record.metrics, record.counters
+    assert (metrics["accept_length"], metrics["verify_steps"]) == (6 / 2, 8)
+    assert (metrics["drafted_tokens"], metrics["accept_rate"]) == (4 * 5, 1.0)
+    assert counters["emitted_histogram"] == [0, 0, 4, 0, 4]
+    context = 9 if send == "chat" else 3
+    assert counters["acceptance"] == {
+        "drafted": [8, 8, 4],
+        "tried": [8, 8, 4],
+        "accepted": [8, 8, 4],
+        "context": [[1 << (context + 1).bit_length() - 1, 4, 16], [8, 4, 8]] if context == 3 else [[8, 8, 24]],
+    }
+    assert counters["accept_length_source"].endswith("of each request")
+    assert [row["accept_length"] for row in record.requests] == [3.0] * 4
+
+
+def test_summaries_of_vllm_have_the_accept_length_and_no_counts_of_each_verify():
+    _, record = measured(Rival("vllm", ((3, 3),), ends=7, of_requests="summary"), tokens=20)
+    assert (record.metrics["accept_length"], record.metrics["accept_rate"]) == (6 / 2, None)
+    assert "acceptance" not in record.counters
+    assert record.counters["server_acceptance"] == {"verifies": 8, "accepted": [8, 8, 8]}
+
+
+def test_counters_of_vllm_show_verifies_without_drafts_that_trimmed_tokens_hide():
+    """Tokens of 1, 4, 1 (no draft) and 1 of 4."""
+    server = Rival("vllm", ((3, 3), (0, 0)), ends=7, of_requests="detailed")
+    _, record = measured(server, tokens=20)
+    assert record.metrics["accept_length"] == server.kept / server.steps == 6 / 3
+    assert record.counters["accept_length_source"] == "vLLM's counters of tokens and steps"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_accept_length_is_of_the_window(kind):
+    """Work before it, which accepted less, is in the server's own figure since its start."""
+    server = Rival(kind, ((3, 0),))
+    with rival(server) as url:
+        engine = HttpEngine(Server(url))
+        engine.generate([[5]] * 9, [SamplingParams(max_new_tokens=30)] * 9, concurrency=1)
+        server.verifies = ((3, 3),)
+        engine.reset_record()
+        engine.generate([[5]], [SamplingParams(max_new_tokens=9)], concurrency=1)
+        assert engine.record(concurrency=1).metrics["accept_length"] == 4.0
 
 
 @pytest.mark.parametrize("send", ["ids", "chat"])

@@ -9,7 +9,8 @@ from crossed import crossed, first_quick
 from thread_replicas import ThreadReplicas
 
 from specbatch import DataParallelEngine, Engine
-from specbatch.config.engine_config import EngineConfig, Speculation
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
 from specbatch.records.sweep_plan import Point
 from specbatch.sweeps.run.benchmark import Benchmark, BenchmarkPrompts, SweepOptions
 from specbatch.sweeps.run.configurations import named

@@ -105,7 +105,7 @@ def test_a_decode_pass_matches_the_reference(dtype: torch.dtype, device: torch.d
     attend = span_attention_triton.decode_attention(queries)
     inputs = AttentionInputs(qkv, layout, positions, *caches[0])
     out = attend(inputs, Mask())
-    expected = DecodeAttentionRef(queries, 2, dtype)(AttentionInputs(qkv, layout, positions, *caches[1]), Mask())
+    expected = DecodeAttentionRef(queries)(AttentionInputs(qkv, layout, positions, *caches[1]), Mask())
     torch.testing.assert_close(out, expected, rtol=0, atol=TOLERANCE[dtype])
     for cache, other in zip(*caches, strict=True):
         torch.testing.assert_close(cache, other, rtol=0, atol=TOLERANCE[dtype])
@@ -135,7 +135,7 @@ def test_nodes_of_a_tree_are_computed_as_chains(
         queries = DecodeQueries(
             case.table, slots, lengths, end - first, PAGE, None, words[:, first:end].contiguous(), first
         )
-        attend = span_attention_triton.decode_attention(queries) if kernel else DecodeAttentionRef(queries, 2, dtype)
+        attend = span_attention_triton.decode_attention(queries) if kernel else DecodeAttentionRef(queries)
         rows, positions = qkv[:, first:end].flatten(0, 1), (lengths[:, None] + depths[:, first:end]).flatten()
         inputs = AttentionInputs(rows, layout, positions, keys, values)
         return attend(inputs, Mask(window=window)).unflatten(0, (2, -1))

@@ -182,8 +182,8 @@ def test_packed_rows_share_prefixes() -> None:
     queries = replace(queries, packed=packed)
     positions, (k, v) = packed.pack(chain(queries)), caches(heads)
     whole = replace(queries, prefixes=None)
-    reference = wrap_packed_rows(LatentDecodeRef(whole, heads.count, torch.float64), whole)
-    attend = latent_decode_attention(queries, heads.count, torch.float32)
+    reference = wrap_packed_rows(LatentDecodeRef(whole), whole)
+    attend = latent_decode_attention(queries)
     for _ in range(2):
         projected = torch.randn(len(positions), heads.width)
         inputs = AttentionInputs(projected.double(), exact(heads), positions, k.double(), v.double())
@@ -242,7 +242,7 @@ def compare(
     stored = dtype if fp8 else kind
     k, v = (cache.masked_fill(~held[..., None, None], torch.nan).to(stored) for cache in both)
     expected_k, expected_v = (cache.double().nan_to_num(0).to(dtype if fp8 else torch.float64) for cache in (k, v))
-    reference = LatentDecodeRef(queries, heads.count, torch.float64)
+    reference = LatentDecodeRef(queries)
     by = [] if scales is None else [torch.tensor([scale]) for scale in scales]
     wide = AttentionInputs(projected.double(), exact(heads), positions, expected_k, expected_v, *by)
     heads = replace(heads, cos=heads.cos.to(kind), sin=heads.sin.to(kind))
@@ -306,7 +306,7 @@ def test_published_sizes_on_a_gpu(
     projected = torch.randn(batch * count, heads.width).to(bf16)
     is_half = dtype == bf16
     stored = (cache.float() if is_half else cache.clone() for cache in (k, v))
-    reference = LatentDecodeRef(queries, 16, torch.float32)
+    reference = LatentDecodeRef(queries)
     expected = reference(AttentionInputs(projected.float(), exact, positions, *stored), Mask())
     inputs = AttentionInputs(projected, heads, positions, k, v)
     found = latent_verify(queries, token_slots(queries), inputs, Mask())

@@ -9,8 +9,9 @@ from gluon_emulation import emulated
 from paged_prompts import Case
 from watched_calls import Watch
 
+from specbatch.kernels.attention.hopper import Tiling
 from specbatch.kernels.attention.prefill import prefill_attention_gluon, prefill_attention_triton
-from specbatch.kernels.attention.prefill.prefill_attention_gluon import Tiling, prefill_attention
+from specbatch.kernels.attention.prefill.prefill_attention_gluon import prefill_attention
 from specbatch.kernels.attention.prefill.prefill_backends import GluonPrefill
 from specbatch.kernels.attention.ragged_batch import StaticRaggedBatch
 

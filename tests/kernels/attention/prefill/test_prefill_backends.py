@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from specbatch.errors import SpecbatchError
+from specbatch.kernels.attention.hopper import Gpu, Layout, not_gluon
 from specbatch.kernels.attention.paged_attention import prefill_attention_ref
-from specbatch.kernels.attention.prefill.prefill_backends import NAMES, Gpu, Layout, not_gluon, prefill_backend
+from specbatch.kernels.attention.prefill.prefill_backends import NAMES, prefill_backend
 from specbatch.kernels.attention.queries import PrefillInputs
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
 

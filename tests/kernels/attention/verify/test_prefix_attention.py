@@ -185,7 +185,7 @@ def test_packed_rows(device: torch.device, is_shared: bool) -> None:
     queries = replace(case.queries(case.lengths), packed=packed)
     positions = packed.pack((case.lengths[:, None] + torch.arange(most, device=device)).flatten())
     case.qkv, caches = packed.pack(case.qkv), [cache.nan_to_num(0) for cache in case.caches]
-    reference = wrap_packed_rows(DecodeAttentionRef(queries, 2, case.dtype), queries)
+    reference = wrap_packed_rows(DecodeAttentionRef(queries), queries)
     expected = reference(case.inputs(positions, caches), PLAIN)
     if is_shared:  # an earlier layer has written the keys
         case.qkv = case.qkv[:, : case.heads.count * case.heads.dim].contiguous()
@@ -256,9 +256,7 @@ def test_trees_and_packed_rows_on_hopper(device: torch.device, is_packed: bool) 
     queries = replace(case.queries(case.lengths), packed=packed)
     positions = packed.pack((case.lengths[:, None] + torch.arange(n, device=device)).flatten())
     case.qkv, caches = packed.pack(case.qkv), [cache.nan_to_num(0) for cache in case.caches]
-    expected = wrap_packed_rows(DecodeAttentionRef(queries, 2, case.dtype), queries)(
-        case.inputs(positions, caches), PLAIN
-    )
+    expected = wrap_packed_rows(DecodeAttentionRef(queries), queries)(case.inputs(positions, caches), PLAIN)
     out = verify_attention(queries, case.inputs(positions, caches), PLAIN, splits=2, prefix_tile=HOPPER)
     assert (out.double() - expected.double()).norm() < 1e-3 * expected.double().norm()
 

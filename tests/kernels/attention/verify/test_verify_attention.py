@@ -248,9 +248,9 @@ def test_packed_rows(device: torch.device, splits: int, mask: Mask, sizes: dict[
     packed = pack_rows(torch.tensor(counts, device=device), most, sum(counts))
     queries = replace(case.queries(case.lengths), packed=packed)
     positions = packed.pack((case.lengths[:, None] + torch.arange(most, device=device)).flatten())
-    case.qkv, group = packed.pack(case.qkv), case.heads.count // case.heads.kv
+    case.qkv = packed.pack(case.qkv)
     cleared = [cache.nan_to_num(0) for cache in case.caches]
-    reference = wrap_packed_rows(DecodeAttentionRef(queries, group, case.dtype), queries)
+    reference = wrap_packed_rows(DecodeAttentionRef(queries), queries)
     expected = reference(case.inputs(positions, cleared), mask)
     caches = [cache.clone() for cache in (cleared if is_shared else case.caches)]
     if is_shared:  # an earlier layer has written the keys

@@ -1,0 +1,77 @@
+"""Divergences of two answers: rounding or fault, by log-probabilities and by shape."""
+
+from __future__ import annotations
+
+import pytest
+
+from specbatch.sweeps.check.compared import FAULT, LEAST_GAP, ROUNDING, UNJUDGED, bound_of, compare, noise
+from specbatch.sweeps.http.replies import Reply
+
+WANTED = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+def reply(tokens: list[int], gap: float = 1.0, other: int = 99, finish: str = "length") -> Reply:
+    """Each token leads `other` by `gap`."""
+    top = [{token: -0.5, other: -0.5 - gap} for token in tokens]
+    return Reply("", list(tokens), list(tokens), [-0.5] * len(tokens), top, finish_reason=finish)
+
+
+def verdict(
+    wanted: Reply, found: Reply, others: dict[int, Reply] | None = None, bound: float = LEAST_GAP
+) -> tuple[str, str]:
+    parted = compare(0, "together", wanted, found, others or {})
+    assert parted is not None
+    return parted.judged(bound).verdict, parted.shape
+
+
+def test_equal() -> None:
+    assert compare(0, "again", reply(WANTED), reply(WANTED), {}) is None
+
+
+@pytest.mark.parametrize(("gap", "wanted"), [(0.1, ROUNDING), (0.49, ROUNDING), (0.6, FAULT)])
+def test_gap(gap: float, wanted: str) -> None:
+    changed = [*WANTED[:3], 99, *WANTED[3:-1]]
+    changed[4:] = [31, 32, 33, 34]
+    assert verdict(reply(WANTED, gap), reply(changed, gap, 14)) == (wanted, "")
+    assert verdict(reply(WANTED, gap), reply(changed, 0.01, 14))[0] == wanted, "the larger of both"
+    assert verdict(reply(WANTED, gap), reply(changed, gap, 14), bound=2.0)[0] == ROUNDING
+
+
+def test_a_token_that_is_not_among_the_likely_ones_is_less_likely_than_these() -> None:
+    changed = [*WANTED[:3], 77, 31, 32, 33, 34]
+    assert verdict(reply(WANTED, 2.0), reply(changed, 2.0))[0] == FAULT
+
+
+def test_without_log_probabilities() -> None:
+    wanted, found = Reply("abcdefgh"), Reply("abcxyzuv")
+    assert verdict(wanted, found) == (UNJUDGED, "")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape"),
+    [
+        ([*WANTED[:3], *WANTED[2:-1]], "a token is repeated, and the rest is as it should be"),
+        ([*WANTED[:2], *WANTED[3:], 40], "a token is missing, and the rest is as it should be"),
+        (WANTED[:5], "it ends before its length"),
+        (list(range(50, 58)), "it is the answer to another prompt (3)"),
+    ],
+)
+def test_shapes(tokens: list[int], shape: str) -> None:
+    others = {0: reply(WANTED), 3: reply(list(range(50, 58)))}
+    assert verdict(reply(WANTED), reply(tokens, 0.0), others) == (FAULT, shape)
+
+
+def test_an_answer_that_two_prompts_have_is_of_neither() -> None:
+    others = {place: reply(list(range(50, 58))) for place in (3, 4)}
+    assert verdict(reply(WANTED), reply(list(range(50, 58)), 0.0), others)[1] == ""
+
+
+def test_noise_and_bound() -> None:
+    near = reply(WANTED)
+    near.logprobs[2] -= 0.3
+    near.logprobs[7] -= 5.0
+    near.ids[6] = near.pieces[6] = 40
+    assert noise(reply(WANTED), near) == pytest.approx(0.3), "before the divergence"
+    assert noise(Reply("ab"), Reply("ab")) is None
+    assert bound_of([]) == bound_of([0.01, 9.0]) == LEAST_GAP, "one noisy prompt does not count"
+    assert bound_of([0.3, 0.3]) == pytest.approx(1.2)

@@ -1,0 +1,71 @@
+"""Answers with tokens and log-probabilities, in the forms of vLLM, SGLang and llama.cpp."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specbatch.sweeps.http.client import Failed
+from specbatch.sweeps.http.replies import Reply
+
+TEXTS = {"tokens": ["a", "b"], "token_logprobs": [-0.5, -1.0], "top_logprobs": [{"a": -0.5, "c": -2.0}, {"b": -1.0}]}
+IDS = {
+    "tokens": ["token_id:5", "token_id:6"],
+    "token_logprobs": [-0.5, -1.0],
+    "top_logprobs": [{"token_id:7": -3}, None],
+}
+
+
+def reply(*choices: dict[str, Any], **chunk: Any) -> Reply:
+    found = Reply()
+    for choice in choices:
+        found.take({"choices": [choice], **chunk})
+    return found
+
+
+def test_completions() -> None:
+    found = reply({"text": "ab", "logprobs": TEXTS, "finish_reason": None}, {"text": "", "finish_reason": "length"})
+    assert (found.text, found.tokens, found.logprobs) == ("ab", ["a", "b"], [-0.5, -1.0])
+    assert found.top == [{"a": -0.5, "c": -2.0}, {"b": -1.0}]
+    found.check()
+    found = reply({"text": "ab", "token_ids": [5, 6], "logprobs": IDS, "finish_reason": "stop"})
+    assert (found.ids, found.pieces, found.top) == ([5, 6], [5, 6], [{7: -3.0}, {}])
+
+
+def test_chats_and_llamacpp() -> None:
+    item = {"id": 9, "token": "a", "logprob": -0.25, "top_logprobs": [{"id": 9, "token": "a", "logprob": -0.25}]}
+    choice = {"delta": {"reasoning": "x", "content": "a"}, "logprobs": {"content": [item]}, "finish_reason": "stop"}
+    usage = {"prompt_tokens": 3, "completion_tokens": 1}
+    found = reply(choice, usage=usage, timings={"predicted_n": 1, "draft_n": 4})
+    assert (found.text, found.pieces, found.top, found.drafted) == ("xa", [9], [{9: -0.25}], 4)
+    assert (found.prompt_tokens, found.completion_tokens) == (3, 1)
+
+
+def test_text_alone() -> None:
+    assert reply({"text": "ab", "finish_reason": "stop"}).tokens == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "said"),
+    [
+        ({"error": {"message": "full"}}, "the stream ended with an error: full"),
+        ({"choices": ["a"]}, "a chunk that is not of a completion"),
+        ({"choices": [{"text": 3}]}, "a text that is not a string"),
+        (
+            {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "token_logprobs": ["x"]}}]},
+            "logprobs in an unknown",
+        ),
+        ({"choices": [{"text": "a", "logprobs": [1]}]}, "logprobs in an unknown form"),
+    ],
+)
+def test_invalid(chunk: dict[str, Any], said: str) -> None:
+    with pytest.raises(Failed, match=said):
+        Reply().take(chunk)
+
+
+def test_incomplete() -> None:
+    with pytest.raises(Failed, match="the stream ended before its answer did"):
+        reply({"text": "ab"}).check()
+    with pytest.raises(Failed, match="the server ended the answer: abort"):
+        reply({"text": "ab", "finish_reason": "abort"}).check()
