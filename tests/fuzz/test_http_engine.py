@@ -63,7 +63,8 @@ HEADERS = (
 # What vLLM, SGLang and llama.cpp report of the verifies of an answer.
 REPORTS = [
     b'{"metrics": {"speculative_decoding": {"num_spec_steps": 2, "num_accepted_draft_tokens": 3, '
-    b'"num_draft_tokens": 6, "acceptance_histogram": [0, 1, 1, 0], "per_step_accepted": [1, 2], "per_step_drafted": [3, 3]}}}',
+    b'"num_draft_tokens": 6, "acceptance_histogram": [0, 1, 1, 0], "per_step_accepted": [1, 2], '
+    b'"per_step_drafted": [3, 3]}}}',
     b'{"sglext": {"spec_tokens_details": {"spec_verify_ct": 2, "spec_num_correct_drafts": 3, '
     b'"spec_num_proposed_drafts": 6, "spec_correct_drafts_histogram": [0, 1, 1]}}}',
     b'{"timings": {"predicted_n": 1}}',
