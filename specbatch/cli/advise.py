@@ -59,8 +59,8 @@ def advise(
             "--draft",
             metavar="DRAFT",
             help=f"A candidate, given once for each: an algorithm without a draft ({', '.join(_FREE)}), "
-            "ALGORITHM=DRAFT such as eagle3=heads/eagle3, or DRAFT: a draft model, self:skip=12-15, or a folder whose config names its "
-            "algorithm. Default: ngram.",
+            "ALGORITHM=DRAFT such as eagle3=heads/eagle3, or DRAFT: a draft model, self:skip=12-15, or a folder whose "
+            "config names its algorithm. Default: ngram.",
         ),
     ] = None,
     lengths: Annotated[

@@ -64,7 +64,6 @@ def test_help_compare_gate_and_kernels_import_no_heavy_library(swept):
 import functools, sys, specbatch, typer.testing
 specbatch.EngineConfig, specbatch.SamplingParams
 assert "torch" not in sys.modules
-from specbatch.cli import advise
 from specbatch.cli.app import app
 typer.testing._get_command = functools.cache(typer.main.get_command)
 for words in {commands!r}:
