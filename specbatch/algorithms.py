@@ -71,6 +71,8 @@ class Algorithm:
     samples_drafts  whether the drafts of sampled requests are samples, so that acceptance uses their distributions
     in_target       whether the draft head is stored with the target, in the same checkpoint
     alias_of        the algorithm that this is another name for
+    in_vllm         what vLLM's --speculative-config says of it, besides draft and number of drafts; None: nothing known
+    in_sglang       its name for SGLang's --speculative-algorithm; None: nothing known
     low_acceptance  likely causes of a low acceptance rate, for the warning
     """
 
@@ -88,6 +90,8 @@ class Algorithm:
     samples_drafts: bool = True
     in_target: bool = False
     alias_of: str | None = None
+    in_vllm: Mapping[str, Any] | None = None
+    in_sglang: str | None = None
     low_acceptance: str = _LOW_ACCEPTANCE_OF_TRAINED_DRAFTS
 
     @property
@@ -114,6 +118,8 @@ _MTP = Algorithm(
     needs=("a checkpoint with an MTP head (`mtp.*` tensors, or of DeepSeek-V3 and GLM-4.5 the layers after the last)"),
     training=Training("specbatch.training.mtp", {"unroll": 5}),
     in_target=True,
+    in_vllm={"method": "mtp"},
+    in_sglang="NEXTN",
 )
 _HIDDEN_NORM = "layers.0.hidden_norm.weight"
 _DEEPSPEC = ("Qwen3DSparkModel", "DSparkDraftModel")  # of DeepSpec and SpecForge
@@ -129,6 +135,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         settings=("ngram_max", "ngram_min"),
         loads_draft=False,
         samples_drafts=False,
+        in_vllm={"method": "ngram"},
+        in_sglang="NGRAM",
         low_acceptance=(
             "the output repeats little of what came before it; --ngram-min 3 or more drafts less often and better"
         ),
@@ -139,6 +147,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         draft="a draft model or 'self:skip=FIRST-LAST'",
         drafts_by_model=True,
         settings=("draft_attention_backend", "draft_quantization"),
+        in_vllm={"method": "draft_model"},
+        in_sglang="STANDALONE",
         low_acceptance=(
             "draft and target are no pair (another family or fine-tune, too many layers skipped), another rope "
             "theta, a thinking mode or chat template that only one of them was trained on"
@@ -151,6 +161,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         published=Published(("*Eagle",), ("eagle",), tensors=()),
         settings=("draft_attention_backend", "draft_quantization", "draft_rope_theta"),
         training=Training("specbatch.training.eagle", {"unroll": 3, "draft_layers": 1}),
+        in_vllm={"method": "eagle"},
+        in_sglang="EAGLE",
     ),
     "eagle3": Algorithm(
         "specbatch.drafters.eagle3",
@@ -161,6 +173,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         training=Training(
             "specbatch.training.eagle3", {"unroll": 5, "vocab": None, "draft_layers": 1, "aux_layers": None}
         ),
+        in_vllm={"method": "eagle3"},
+        in_sglang="EAGLE3",
     ),
     "peagle": Algorithm(
         "specbatch.drafters.peagle",
@@ -172,6 +186,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         training=Training(
             "specbatch.training.peagle", {"unroll": 7, "vocab": None, "draft_layers": 2, "aux_layers": None}
         ),
+        in_vllm={"method": "eagle3", "parallel_drafting": True},
     ),
     "mtp": _MTP,
     "nextn": replace(_MTP, training=None, alias_of="mtp"),  # SGLang's name
@@ -185,6 +200,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         settings=("draft_quantization",),
         training=Training("specbatch.training.dflash", {"draft_layers": 2, "block_size": 8, "anchors": 16}),
+        in_vllm={"method": "dflash"},
+        in_sglang="DFLASH",
     ),
     "dflash2": Algorithm(
         "specbatch.drafters.dflash2",
@@ -209,6 +226,8 @@ ALGORITHMS: dict[str, Algorithm] = {
             "specbatch.training.dspark",
             {"draft_layers": 2, "block_size": 7, "anchors": 16, "markov_rank": 256, "token_weight": 0.1},
         ),
+        in_vllm={"method": "dspark"},
+        in_sglang="DSPARK",
     ),
 }
 

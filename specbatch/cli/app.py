@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from specbatch import SpecbatchError, __version__
 from specbatch.cli.acceptance import acceptance
+from specbatch.cli.advise import advise
 from specbatch.cli.bench import bench
 from specbatch.cli.check import check
 from specbatch.cli.compare import compare
@@ -143,6 +144,8 @@ def specbatch(
 
     Compare baseline, v1 and v2:         specbatch sweep --concurrency 1,8,32,128
 
+    Choose a drafter for your prompts:   specbatch advise prompts.jsonl
+
     Write the report of a sweep:         specbatch report out/sweep-20260102-030405
 
     Compare outputs with the baseline's: specbatch check --spec v2
@@ -172,7 +175,21 @@ def _help(command: Callable[..., None]) -> str:
 
 
 app.command("eval", cls=Command, help=_help(evaluate))(bounded(evaluate))
-for command in (check, sweep, report, bench, trace, compare, acceptance, gate, train_draft, generate, send_one, doctor):
+for command in (
+    check,
+    sweep,
+    advise,
+    report,
+    bench,
+    trace,
+    compare,
+    acceptance,
+    gate,
+    train_draft,
+    generate,
+    send_one,
+    doctor,
+):
     app.command(command.__name__.replace("_", "-"), cls=Command, help=_help(command))(bounded(command))
 app.command("lm-eval", cls=Command, help=_help(lm_eval), context_settings=PASSES_ON)(bounded(lm_eval))
 app.add_typer(models, name="models")

@@ -50,6 +50,8 @@ BREAK_EVEN = (
     "times with the same number of requests, prompts left out); speculation pays above it. Speedup by steps: accept "
     f"length / break-even, with the {CONFIDENCE:.0%} interval of that ratio over the repeats."
 )
+RANDOM_PROMPTS = "RANDOM PROMPTS"
+IMPROBABLE = 0.8  # of log(vocabulary), as a loss per token: tokens drawn at random have at least 1, text much less
 GENERAL = (MEANS, BREAK_EVEN)  # notes that explain columns
 
 
@@ -351,6 +353,13 @@ def _remarks(record: RunRecord) -> Iterator[Note]:
         yield Note("Random prompts: their answers repeat themselves, so acceptance is higher than on real text")
     for line in record.workload.get("warnings", ()):
         yield Note(line, "CHECK OUTPUTS")
+    loss, most = (record.workload.get(name) for name in ("prompt_loss", "random_prompt_loss"))
+    if loss is not None and most and loss >= IMPROBABLE * most:
+        text = (
+            f"the prompts look like random ids: the model's loss on them is {loss:.1f} nats per token, where tokens "
+            f"drawn at random have at least {most:.1f} on average; acceptance after them is not that of text"
+        )
+        yield Note(text, RANDOM_PROMPTS)
     if (reason := record.counters.get("no_accept_length")) and (record.drafts or not _is_known(record)):
         yield Note(f"No accept length: {reason}")
     if "server" in record.config:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 DIGEST = 16  # hexadecimal digits
 WARM_UP_TOKENS = 16
+OnMeasured = Callable[[Any, Point, RunRecord], None]
 CPU_WARM_UP = 4  # requests and tokens: a CPU has nothing to compile, and a whole batch takes as long as a point
 
 
@@ -90,7 +91,7 @@ class Benchmark:
     """
 
     options: SweepOptions
-    measured: Callable[[Any, Point, RunRecord], None] | None = None
+    measured: OnMeasured | None = None
     kind = SWEEP
 
     @property

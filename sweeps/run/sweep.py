@@ -14,7 +14,7 @@ from specbatch.records.sweep_plan import Described, points
 from specbatch.sweeps.report.notes import losses_of
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.tables import write_summary
-from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
+from specbatch.sweeps.run.benchmark import Benchmark, OnMeasured, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, check_early, one_group
 from specbatch.sweeps.run.runner import PointWorkload, run_points
@@ -32,6 +32,7 @@ def run_sweep(
     log: Log | None = None,
     report: NotedReport | None = None,
     cluster: Cluster | None = None,
+    measured: OnMeasured | None = None,
 ) -> str:
     """Run every point that is not finished, write its record as soon as it is done, and return the Markdown summary.
 
@@ -41,9 +42,10 @@ def run_sweep(
     them, such as an unknown model, a draft that all share, or a concurrency that none can hold.
 
     cluster: its workers measure the points; None: this process does
+    measured: see `Benchmark`
     """
     fit = options.fitted(configs)
-    run = partial(run_workloads, fit, {folder: Benchmark(options)}, cluster=cluster, log=log, report=report)
+    run = partial(run_workloads, fit, {folder: Benchmark(options, measured)}, cluster=cluster, log=log, report=report)
     return _summarized(fit, run, options, folder, log)
 
 

@@ -14,6 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from specbatch.cli import advise
 from specbatch.cli.app import app
 from specbatch.cli.options import EngineOptions
 from specbatch.config.speculation import Speculation
@@ -196,11 +197,17 @@ def trained(name: str) -> set[Any]:
 
 
 STATED = {  # numbers that a help text calls the default, and what the code does without the option
-    ("sweep", "concurrency"): (*whole_numbers("", GPU.concurrency), *whole_numbers("", CPU.concurrency)),
-    ("sweep", "input_len"): (Workload.input_len,),
-    ("sweep", "output_len"): (GPU.output_len, CPU.output_len),
-    ("sweep", "prompts_per_concurrency"): (GPU.prompts_per_concurrency, CPU.prompts_per_concurrency),
-    ("sweep", "repeats"): (REPEATS,),
+    **{
+        (command, name): numbers
+        for command, repeats in (("sweep", REPEATS), ("advise", advise.REPEATS))
+        for name, numbers in {
+            "concurrency": (*whole_numbers("", GPU.concurrency), *whole_numbers("", CPU.concurrency)),
+            "input_len": (Workload.input_len,),
+            "output_len": (GPU.output_len, CPU.output_len),
+            "prompts_per_concurrency": (GPU.prompts_per_concurrency, CPU.prompts_per_concurrency),
+            "repeats": (repeats,),
+        }.items()
+    },
     ("eval", "max_new_tokens"): (MAX_NEW_TOKENS,),
     ("check", "source"): (len(check_prompts.read(CheckOptions()) or ()),),
     ("check", "prompts"): (

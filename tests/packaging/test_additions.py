@@ -13,13 +13,16 @@ from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.models.config import FAMILIES, family_modules
 from specbatch.models.formats.registry import FORMATS
 
-COMMANDS = ("specbatch/cli/options.py", "specbatch/config/speculation.py", "sweeps/run/configurations.py")
+COMMANDS = (
+    *("specbatch/cli/advise.py", "specbatch/cli/options.py"),
+    *("specbatch/config/speculation.py", "sweeps/run/configurations.py"),
+)
 MICROBENCHMARKS = ("sweeps/microbench/acceptance.py", "sweeps/microbench/equal_rows.py")
 # Algorithm -> why files name it -> these files.
 ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "ngram": {
         "the default of commands that speculate": COMMANDS,
-        "its settings are fields of records": ("specbatch/records/intervals.py",),
+        "its settings are fields of records": ("specbatch/records/intervals.py", "sweeps/report/engine_flags.py"),
         "the corpus is looked up by n-grams, too": ("specbatch/drafters/corpus_files.py",),
         "an option of transformers": ("evals/generation.py", "evals/generation_config.py"),
         "the cheapest drafts, for a benchmark": ("sweeps/bench/sections.py", *MICROBENCHMARKS),
@@ -34,11 +37,14 @@ ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "a benchmark": MICROBENCHMARKS,
     },
     "eagle": {
+        "an example in help": ("specbatch/cli/advise.py",),
+        "a flag of SGLang": ("sweeps/report/engine_flags.py",),
         "keys of config.json of EAGLE-3": tuple(
             f"specbatch/{folder}/eagle3.py" for folder in ("drafters", "models/heads", "training")
         ),
     },
     "eagle3": {
+        "an example in help": ("specbatch/cli/advise.py",),
         "P-EAGLE extends it": ("specbatch/drafters/peagle.py", "specbatch/training/peagle.py"),
         "what else works, in an error": ("specbatch/drafters/mtp.py", "specbatch/training/mtp.py"),
         "the default to train": ("specbatch/training/recipe.py",),

@@ -22,7 +22,9 @@ CHOSEN_IN: dict[str, tuple[str, ...]] = {
         "sweeps/bench/one_batch.py", "sweeps/bench/sections.py", "sweeps/microbench/acceptance.py",
         "sweeps/report/acceptance.py", "sweeps/report/serving.py", "sweeps/report/tables.py",
     ),
-    "lines of a summary": ("evals/report.py", "specbatch/cli/generate.py", "specbatch/engine/trace.py"),
+    "lines of a summary": (
+        "evals/report.py", "specbatch/cli/generate.py", "specbatch/engine/trace.py", "sweeps/check/server_report.py",
+    ),
     "plots, notes and sentences": tuple(
         f"sweeps/report/{name}.py" for name in ("notes", "plots", "points", "sentences")
     ),

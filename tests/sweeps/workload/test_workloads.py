@@ -399,9 +399,9 @@ def test_sampling_of_a_row_that_is_not_sent_to_servers_is_refused(tmp_path):
     sent = {"max_new_tokens": 3, "temperature": 1, "top_p": 0.5, "top_k": 2, "min_p": 0.1, "seed": 1, "stop": "x"}
     Workload(written(tmp_path, {"prompt": "a", "sampling": sent})).refuse_unsent()
     workload = Workload(
-        written(tmp_path, {"prompt": "a"}, {"prompt": "b", "sampling": {"regex": "a", "min_tokens": 1}})
+        written(tmp_path, {"prompt": "a"}, {"prompt": "b", "sampling": {"regex": "a", "reasoning": ["b"]}})
     )
-    with pytest.raises(SpecbatchError, match=r"dataset='.*:2': sampling: min_tokens, regex is not sent to a server"):
+    with pytest.raises(SpecbatchError, match=r"dataset='.*:2': sampling: reasoning, regex is not sent to a server"):
         workload.refuse_unsent()
 
 
