@@ -28,7 +28,7 @@ CHOSEN_IN: dict[str, tuple[str, ...]] = {
     "plots, notes and sentences": tuple(
         f"sweeps/report/{name}.py" for name in ("notes", "plots", "points", "sentences")
     ),
-    "what is compared first": ("specbatch/records/runs.py", "sweeps/report/compare.py"),
+    "what is compared first": ("specbatch/records/runs.py", "sweeps/report/advice.py", "sweeps/report/compare.py"),
     "measured there, or read from a server": (
         "specbatch/engine/record_window.py", "specbatch/engine/scoring.py", "specbatch/records/objectives.py",
         "sweeps/http/engine.py", "sweeps/http/server_counters.py",
