@@ -101,7 +101,7 @@ def test_ignored_settings(serve: Any, check: Any) -> None:
 NAMED = {
     "ignores temperature": "temperature is ignored: at temperature 0 a token is",
     "repeats a token after a prefix hit": "asked again (each prompt alone, a second time), first in prompt",
-    "swaps two answers": "asked together (all prompts at once), first in prompt 0 at token 0: it is the answer",
+    "swaps two answers": "at token 0: it is the answer to another prompt",
     "keeps a token of a stop": "stop is wrong: 1 character from the stop string on are kept",
     "loses a token before a stop": "stop is wrong: 1 character before the stop string are lost",
     "drops a token of max_tokens": "max_tokens is wrong: 8 tokens for max_tokens=9",
