@@ -192,7 +192,7 @@ def headline(advice: Advice) -> str:
     if advice.chosen is None:
         one_repeat = any(one.speedup.verdict == ONE_REPEAT for own in advice.options.values() for one in own)
         why = "one repeat does not show a speedup; use --repeats 3" if one_repeat else f"none is shown to beat {base}"
-        return f"Use no speculation at concurrency {listed(list(map(str, sizes)))}: {why}."
+        return f"Use no speculation at concurrency {listed(list(map(str, sizes)))}: {why}.{_too_late(advice)}"
     parts = []
     for size, own in advice.options.items():
         found = next((one for one in own if one.name == advice.chosen and one.pays and one.meets), None)
@@ -206,7 +206,17 @@ def headline(advice: Advice) -> str:
     if advice.context is not None:
         start, where = advice.context
         text += f" It does not pay after {start:,} tokens of context ({where})."
-    return text
+    return text + _too_late(advice)
+
+
+def _too_late(advice: Advice) -> str:
+    """Where neither the base nor a configuration met the latency bound."""
+    late = [
+        str(size)
+        for size, own in advice.options.items()
+        if not _base_meets(advice.records, size) and not any(one.meets for one in own)
+    ]
+    return f" Nothing met the latency bound at concurrency {listed(late)}." if late else ""
 
 
 def advice_markdown(advice: Advice, command: str = "") -> str:

@@ -78,6 +78,10 @@ def test_only_what_meets_the_latency_bound_is_advised():
     assert "Latency bound: TPOT up to 0.03 s, met by at least 95% of the requests." in text
     only = advise(records({1: {"ngram 4": 0.9}}, share={"baseline": 0.5}))
     assert only.chosen == "ngram 4", "slower, but the only one that meets the bound"
+    assert "Nothing met" not in headline(late) + headline(only)
+    none = advise(records({1: {"ngram 4": 1.5}}, share={"baseline": 0.5, "ngram 4": 0.6}))
+    assert none.chosen is None
+    assert headline(none).endswith("Nothing met the latency bound at concurrency 1.")
 
 
 def test_candidates_that_are_as_good_are_named():
