@@ -113,26 +113,48 @@ def _keep_types(interpreter: Any) -> None:
 
 
 def _promote_unless_equal() -> None:
-    """Operands of one type, and whole numbers beside integers, take no promotion; blocks of one shape no broadcast."""
+    """Operands of one type, whole numbers beside integers, any beside float32, and integers added to pointers take no
+    promotion; blocks of one shape take no broadcast, and what two shapes become is found once."""
     from triton.language import core
     from triton.language.semantic import TritonSemantic
 
     broadcast, promote = TritonSemantic.broadcast_impl_value, TritonSemantic.binary_op_type_checking_impl
     numbers: dict[tuple[str, int], Any] = {}
+    wholes: dict[tuple[int, int], Any] = {}  # identities of the shapes of two types -> that of both
 
     def broadcast_unless_equal(self: Any, lhs: Any, rhs: Any) -> Any:
-        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if not lhs.type.is_block() or not rhs.type.is_block():
+            return broadcast(self, lhs, rhs)
+        key = id(lhs.type.shape), id(rhs.type.shape)
+        if key not in wholes:
+            found, _ = broadcast(self, lhs, rhs)
+            wholes[key] = found.type.shape if len(lhs.shape) == len(rhs.shape) else None
+        if (whole := wholes[key]) is None:
+            return broadcast(self, lhs, rhs)
+        return _stretched(self, lhs, whole), _stretched(self, rhs, whole)
+
+    def _stretched(self: Any, block: Any, shape: Any) -> Any:
+        if block.type.shape is shape:
+            return block
+        handle = self.builder.create_broadcast(block.handle, [*shape])
+        return core.tensor(handle, core.block_type(block.dtype, shape))
 
     def promote_unless_equal(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
         if type(lhs) is core.tensor:
             left = lhs.dtype.name
             if type(rhs) is core.tensor:
-                if left == rhs.dtype.name and left in PLAIN:
+                right = rhs.dtype.name
+                alike = left == right and left in PLAIN
+                if alike or (right in WHOLE and options[:1] == (True,) and lhs.dtype.is_ptr()):
                     return broadcast_unless_equal(self, lhs, rhs)
             elif type(rhs) is int and left in WHOLE and -LARGEST <= rhs < LARGEST:
                 if (left, rhs) not in numbers:
                     numbers[left, rhs] = self.scalar_constant(rhs, dtype=lhs.dtype)
                 return broadcast_unless_equal(self, lhs, numbers[left, rhs])
+            elif left == "fp32" and type(rhs) in (int, float):
+                return broadcast_unless_equal(self, lhs, self.scalar_constant(rhs, dtype=lhs.dtype))
         return promote(self, lhs, rhs, *options, **named)
 
     TritonSemantic.broadcast_impl_value = broadcast_unless_equal
