@@ -14,7 +14,6 @@ import transformers as hf
 from mxfp4_encoding import encode_experts, encoded
 from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadCommunicator, on_ranks
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from uncached import decoder_of, logits_of
 
 from specbatch.errors import SpecbatchError
@@ -38,6 +37,8 @@ SIZES: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_value_and_scale(dtype: torch.dtype) -> None:
     """Up to a scale of 252: beyond it the largest values are not finite."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # which takes a second
+
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 253, -1, -1).contiguous()
     scales = torch.arange(253, dtype=torch.uint8)[None, :, None].expand(1, 253, 16).contiguous()
     found = dequantize_mxfp4(pack_mxfp4(blocks), scales, dtype)
