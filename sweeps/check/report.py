@@ -32,7 +32,7 @@ from specbatch.sweeps.check.verdict import (
     noise_of,
 )
 from specbatch.sweeps.report.heading import heading, run_on
-from specbatch.sweeps.report.notes import replay_notes
+from specbatch.sweeps.report.point_notes import replay_notes
 
 _SHOWN = 20  # prompts in the table; the file has all
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)

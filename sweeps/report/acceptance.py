@@ -22,7 +22,7 @@ from specbatch.records.markdown import (
 from specbatch.records.metrics import ACCEPTANCE
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.heading import about, heading
-from specbatch.sweeps.report.notes import Note
+from specbatch.sweeps.report.note import Note
 from specbatch.sweeps.report.points import POINT, Points, points_of
 
 COUNTS = ("output_tokens", "verify_steps", "emitted", "drafted", "accepted")

@@ -28,7 +28,8 @@ from specbatch.records.runs import Replicates
 from specbatch.records.sweep_plan import point_of
 from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, Speedup, speedup_of
 from specbatch.sweeps.report.engine_flags import Flags, flags_of
-from specbatch.sweeps.report.notes import RANDOM_PROMPTS, notes
+from specbatch.sweeps.report.notes import notes
+from specbatch.sweeps.report.point_notes import RANDOM_PROMPTS
 from specbatch.sweeps.report.points import bases, gains_of, points_of, speedups_of
 from specbatch.sweeps.report.tables import table
 from specbatch.sweeps.workload.workloads import RANDOM

@@ -33,7 +33,7 @@ from specbatch.records.metric import Better, Metric
 from specbatch.records.metrics import METRICS, keys_by_place
 from specbatch.records.runs import Pairs, PointKey, Replicates, Run, answers_of, differences, load_run, match
 from specbatch.records.verdicts import NOT_INTERLEAVED, NOT_JUDGED, ONE_REPEAT, Speedup, speedup_of, verdict_of
-from specbatch.sweeps.report.notes import replay_notes
+from specbatch.sweeps.report.point_notes import replay_notes
 from specbatch.sweeps.report.sentences import conclusion
 
 COMPARED = keys_by_place("compare")

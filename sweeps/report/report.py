@@ -35,7 +35,8 @@ from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.sweeps.report import plot_style
 from specbatch.sweeps.report.acceptance import acceptance_markdown, acceptance_rows
 from specbatch.sweeps.report.heading import about, how_made
-from specbatch.sweeps.report.notes import Note, losses_of, notes
+from specbatch.sweeps.report.note import Note
+from specbatch.sweeps.report.notes import losses_of, notes
 from specbatch.sweeps.report.plots import draw
 from specbatch.sweeps.report.points import SWEEP, bases, load_records, points_of
 from specbatch.sweeps.report.sentences import headline

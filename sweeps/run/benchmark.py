@@ -15,7 +15,7 @@ from specbatch.errors import counted, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
-from specbatch.sweeps.report.notes import failures
+from specbatch.sweeps.report.point_notes import failures
 from specbatch.sweeps.report.points import load_records, precision_of
 from specbatch.sweeps.run.conversations import Call, ask, label, longest
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of

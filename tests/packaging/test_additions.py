@@ -29,7 +29,7 @@ ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "an example in a message or note": (
             "specbatch/config/engine_config.py",
             "sweeps/report/acceptance_curve.py",
-            "sweeps/report/notes.py",
+            "sweeps/report/point_notes.py",
         ),
     },
     "standalone": {

@@ -26,7 +26,7 @@ CHOSEN_IN: dict[str, tuple[str, ...]] = {
         "evals/report.py", "specbatch/cli/generate.py", "specbatch/engine/trace.py", "sweeps/check/server_report.py",
     ),
     "plots, notes and sentences": tuple(
-        f"sweeps/report/{name}.py" for name in ("notes", "plots", "points", "sentences")
+        f"sweeps/report/{name}.py" for name in ("notes", "plots", "point_notes", "points", "sentences")
     ),
     "what is compared first": ("specbatch/records/runs.py", "sweeps/report/advice.py", "sweeps/report/compare.py"),
     "measured there, or read from a server": (

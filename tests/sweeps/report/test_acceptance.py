@@ -6,7 +6,7 @@ import pytest
 from swept import swept
 
 from specbatch.sweeps.report.acceptance import acceptance_markdown, acceptance_rows
-from specbatch.sweeps.report.notes import Note
+from specbatch.sweeps.report.note import Note
 from specbatch.sweeps.report.report import table_files
 
 RECORDS = [swept(name, 8, repeat) for repeat in (1, 2) for name in ("baseline", "v1")]

@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from sweep_tables import configured, full_batch, pair, record, simulated, text_of, timed
+from sweep_tables import configured, pair, record, simulated, text_of, timed
 
 from specbatch.config.speculation import Speculation
 from specbatch.records.sweep_plan import Point
-from specbatch.sweeps.report.notes import losses_of, notes
-from specbatch.sweeps.report.points import View
+from specbatch.sweeps.report.notes import losses_of
 from specbatch.sweeps.report.tables import markdown, table
-
-
-def test_a_step_without_enough_iterations_is_a_note_where_it_is_shown():
-    records = [full_batch("v1", None, steps=19)]
-    view = View(("step_s",), "step_s", None)
-    note = "NOT MEASURED: v1 at concurrency 4, repeat 1: only 19 full-batch steps; 20 are needed"
-    assert any(str(item).startswith(note) for item in notes(records, table(records, view), view=view))
-    assert note not in markdown(records, table(records))
-
-
-def test_a_failed_point_is_a_note_and_leaves_the_others_alone():
-    records = [record("baseline", 1, 10.0), record("v1", 1, 15.0, error="no memory"), record("v2", 1, 15.0)]
-    records[1].metrics, records[1].caps = {}, {}
-    rows = table(records)
-    assert rows.repeats.to_list() == [1, 0, 1]
-    assert rows.failed.isna().to_list() == [True, False, True]
-    assert rows.ratio.to_list() == pytest.approx([1.0, math.nan, 1.5], nan_ok=True)
-    assert "FAILED: v1 at concurrency 4, repeat 1: no memory" in markdown(records, rows)
 
 
 @pytest.mark.parametrize(
@@ -43,28 +22,6 @@ def test_a_failed_point_is_a_note_and_leaves_the_others_alone():
 def test_notes(change, note):
     records = pair(**change)
     assert note in text_of(records)
-
-
-def test_answers_that_differ_are_counted_for_each_configuration():
-    """Tokens of engines of any algorithm, and texts where one side is a server."""
-    records = [record(name, repeat, 10.0) for repeat in (1, 2) for name in ("baseline", "v1", "v2")]
-    answers = {"baseline": "abc", "v1": "abX", "v2": "aYX"}
-    for one in records:
-        name = one.workload["configuration"]
-        one.config |= {"server": "s"} if name == "v2" else {}
-        kinds = ("text_digest",) if name == "v2" else ("text_digest", "token_digest")
-        one.requests = [
-            {"index": place, "finish_reason": "stop", **dict.fromkeys(kinds, answer)}
-            for place, answer in enumerate(answers[name])
-        ]
-        one.workload["output_sha256"] = answers[name] + str("server" in one.config)
-    assert (
-        "TOKENS DIFFER: configurations generated other answers than baseline to the same greedy prompts: "
-        "at concurrency 4 v1 (1 of 3), v2 (2 of 3) (expected only below FP32" in text_of(records)
-    )
-    for one in records:
-        one.config["load_format"] = "dummy"  # the server's random weights are other ones
-    assert "at concurrency 4 v1 (1 of 3) (expected" in text_of(records)
 
 
 def test_notes_of_many_points_are_one_line():
@@ -92,12 +49,6 @@ def test_notes_of_many_points_are_one_line():
     )
 
 
-def test_run_without_drafts_has_a_note():
-    records = [record("v1", 1, 10.0)]
-    records[0].metrics["drafted_tokens"] = 0
-    assert "NO DRAFTS: v1" in text_of(records)
-
-
 def test_chosen_draft_lengths_are_shown():
     """All repeats together."""
     records = [record("baseline", 1, 10.0), record("v1", 1, 10.0), record("v1", 2, 10.0)]
@@ -120,41 +71,6 @@ def test_cost_of_choosing_a_draft_length_is_no_low_acceptance(drafts, mean, warn
         one.counters = {**one.counters, "steps_by_rows": {"1": [1, time]}}
     assert (losses_of(records) is not None) is warns
     assert f"| {mean:.2f} (one repeat) " in text_of(records)
-
-
-def test_simulated_output_is_not_compared():
-    records = pair(output_sha256="other")
-    simulated(records[1], 6.35)
-    text = text_of(records)
-    assert "TOKENS DIFFER" not in text
-    assert "same output tokens" not in text
-    assert "ngram without a match, --draft-tokens auto) accept fewer, so the mean reached" in text
-
-
-def test_sampling_is_stated_and_may_change_tokens():
-    records = pair(output_sha256="other")
-    counts = {"drafted": [4], "tried": [4], "accepted": [2], "context": [[8, 4, 6]]}
-    records[1].counters = {"acceptance": counts, "emitted_histogram": [0, 2, 2]}
-    assert "Acceptance, greedy:\n\n| concurrency" in text_of(records)
-    for made in records:
-        made.workload["sampling"] = {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
-    text = text_of(records)
-    assert "Acceptance, temperature 0.6, top-p 0.95:" in text
-    assert "output exactly 4, temperature 0.6, top-p 0.95, seed 0" in text
-    assert "TOKENS DIFFER" not in text
-    assert "Configurations generated different tokens from the same seeds, with the same distribution" in text
-
-
-def test_graphs_that_were_never_replayed_are_named():
-    records = [record("baseline", 1, 10.0)]
-    records[0].config["graphs"] = {"decode": "whole", "prefill": "piecewise"}
-    graphs = {"decode": {"replays": 5}, "target_prefill": {"replays": 0}, "draft_prefill": {"replays": 0}}
-    records[0].counters["graphs"] = graphs
-    records[0].metrics["graph_coverage"] = 0.9
-    text = text_of(records)
-    assert "NO REPLAYS: baseline at concurrency 4, repeat 1: target prefill graphs were requested and none" in text
-    assert "repeat 1: draft prefill graphs were requested and none" in text
-    assert "decode graphs" not in text
 
 
 def test_losses_name_their_points_and_likely_causes():
@@ -186,40 +102,3 @@ def test_disagreement_of_step_times_and_throughput_is_noted(accept, speed, noted
     records = [timed("baseline", 1, 10), timed("v1", 1, 15, accept)]
     records[1].metrics["output_throughput"] = speed
     assert ("STEP SPEEDUP DIFFERS: v1 at concurrency 4" in text_of(records)) == noted
-
-
-def test_repeated_prompts_are_noted():
-    records = [record(name, 1, 10.0, distinct_prompts=1) for name in ("baseline", "v1")]
-    text = text_of(records)
-    assert "* REPEATED: only 1 different prompt; " in text
-    assert "(baseline at concurrency 4, repeat 1, and 1 other point).\n" in text
-    records = [record("baseline", 1, 10.0, distinct_prompts=2)]
-    assert "REPEATED" not in text_of(records)
-
-
-@pytest.mark.parametrize(
-    ("last", "note"),
-    [
-        (4.40e12, None),  # within 3%
-        (3.90e12, "LIMITS CHANGED: read bandwidth of the GPU: 4.49 TB/s before baseline at concurrency 4, repeat 1 and "
-         "3.90 TB/s after v1 at concurrency 4, repeat 1, 15.1% apart; clock 1400 to 1980 MHz, memory 70 to 95 C, "
-         "power cap in up to 50% of the samples of a point"),
-    ],
-)  # fmt: skip
-def test_limits_that_changed_are_a_note(last: float, note: str | None):
-    records = pair()
-    for one, (before, after) in zip(records, ((4.49e12, 4.45e12), (4.45e12, last)), strict=True):
-        gpu = {"samples": 4, "sm_clock_mhz": [1400, 1700, 1980], "memory_temperature_c": [70, 80, 95]}
-        one.conditions = {
-            "limits": {"before": {"read_bytes_s": before}, "after": {"read_bytes_s": after}},
-            "gpus": {"0": gpu | {"throttle": {"power cap": 0.5}}},
-        }
-    found = [str(item) for item in notes(records, table(records)) if item.warning == "LIMITS CHANGED"]
-    assert found == ([] if note is None else [f"{note}; compare points of the same round only"])
-
-
-def test_limits_that_failed_are_no_change():
-    records = pair()
-    for one in records:
-        one.conditions = {"limits": {"before": {"error": "CUDA out of memory"}, "after": {}}, "gpus": {}}
-    assert not [item for item in notes(records, table(records)) if item.warning == "LIMITS CHANGED"]
