@@ -317,13 +317,8 @@ def byte_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hflm(use_packages: Any) -> Any:
-    """lm-eval's model for transformers. It imports accelerate but does not use it for a loaded model."""
-    named = ("Accelerator", "InitProcessGroupKwargs", "find_executable_batch_size")
-    stub, utils = types.ModuleType("accelerate"), types.ModuleType("accelerate.utils")
-    vars(stub).update(dict.fromkeys(named))
-    utils.get_max_memory = None  # type: ignore[attr-defined]
-    use_packages({"accelerate": stub, "accelerate.utils": utils})
+def hflm() -> Any:
+    """lm-eval's model for transformers."""
     from lm_eval.models.huggingface import HFLM
 
     return HFLM
