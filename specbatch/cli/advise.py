@@ -10,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION, algorithm_of
+from specbatch.cli import workloads
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.cli.servers import configured_with_servers
@@ -18,32 +19,24 @@ from specbatch.errors import SpecbatchError, refuse
 from specbatch.files.atomic_file import write_atomic
 from specbatch.files.text_files import read_json
 from specbatch.progress.bars import progress
-from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, default_dataset
+from specbatch.sweeps.workload.defaults import CPU, GPU, REPEATS, default_dataset
 from specbatch.sweeps.workload.rounds import Rounds
-from specbatch.sweeps.workload.workloads import RANDOM, Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig
     from specbatch.sweeps.http.server import Server
 
-REPEATS = 3
 _FREE = [name for name, entry in ALGORITHMS.items() if entry.draft is None and name != NO_SPECULATION]
 _OWN = ("spec", "algorithm", "draft", "draft_tokens", "draft_steps", "draft_topk")  # options that candidates set
-_DEFAULTS = {
-    "concurrency": f"{GPU.concurrency}; {CPU.concurrency} on a CPU",
-    "repeats": f"{REPEATS}",
-    "dataset": f"PROMPTS, else {default_dataset(input_len_given=False)}",
-    "input_len": f"{INPUT_LEN} with --dataset random or gsp",
-    "output_len": f"{GPU.output_len}; {CPU.output_len} on a CPU",
-    "prompts_per_concurrency": f"{GPU.prompts_per_concurrency}; {CPU.prompts_per_concurrency} on a CPU",
-}
+_DEFAULTS = workloads.DEFAULTS | {"dataset": f"PROMPTS, else {default_dataset(input_len_given=False)}"}
 
 
 @takes_engine(
     without=_OWN,
     defaults={"prefix_cache": "off; on with --dataset gsp", "max_running": "the highest --concurrency"},
     sampling=SAMPLING_OPTIONS,
-    workload=options_of(Workload, "Workload", defaults=_DEFAULTS),
+    workload=options_of(Workload, workloads.PANEL, defaults=_DEFAULTS),
     rounds=options_of(Rounds, defaults=_DEFAULTS),
 )
 def advise(
@@ -100,7 +93,6 @@ def advise(
     bound. The advice has the flags for specbatch, vLLM and SGLang. Records are those of a sweep: report and compare
     read them, and the same command with the folder as --out continues.
     """
-    from specbatch.evals.prompts import task_prompts
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.report.advice import advice_json, advice_markdown, advise
@@ -111,22 +103,11 @@ def advise(
     from specbatch.sweeps.run.sweep import run_sweep
 
     usual = CPU if device_type(engine.device) == "cpu" else GPU
-    given = {name: value for name, value in workload.items() if value is not None}
     if prompts is not None:
-        if "dataset" in given:
-            raise refuse("dataset", given["dataset"], f"the prompts are those of {prompts}; leave one out")
-        given["dataset"] = str(prompts)
-    defaults: dict[str, Any] = {
-        "dataset": default_dataset(input_len_given="input_len" in given),
-        "output_len": usual.output_len,
-        "prompts_per_concurrency": usual.prompts_per_concurrency,
-    }
-    given = defaults | given
-    if "input_len" in given and given["dataset"] not in RANDOM:
-        raise refuse("input_len", given["input_len"], "goes with --dataset random and gsp; leave it out")
-    asked = Workload(**given, **sampling, seed=engine.seed, read_task=task_prompts)
-    for note in asked.notes():
-        say(note)
+        if workload["dataset"] is not None:
+            raise refuse("dataset", workload["dataset"], f"the prompts are those of {prompts}; leave one out")
+        workload = workload | {"dataset": str(prompts)}
+    asked = workloads.asked_workload(workload, usual, seed=engine.seed, **sampling)
     steps = rounds["concurrency"] or whole_numbers("concurrency", usual.concurrency)
     repeats = REPEATS if rounds["repeats"] is None else rounds["repeats"]
     options = SweepOptions(**rounds | {"concurrency": steps, "repeats": repeats}, workload=asked)

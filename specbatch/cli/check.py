@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
 from specbatch.cli.options import (
     ENGINE_OPTIONS,
@@ -19,7 +19,7 @@ from specbatch.cli.options import (
     takes_engine,
 )
 from specbatch.cli.output import fresh_folder, say, show
-from specbatch.cli.servers import only_server
+from specbatch.cli.servers import SERVER_PANEL, kind_option, only_server
 from specbatch.errors import refuse
 from specbatch.progress.bars import progress
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions
@@ -33,15 +33,13 @@ if TYPE_CHECKING:
     from specbatch.sweeps.check.server_sampled import ServerSampledReport
     from specbatch.sweeps.http.engine import HttpEngine
 
-_SERVER = "HTTP server"  # a box of --help
-
 
 @takes_engine(
     without=("simulate_accept_length", "simulate_accept"),
     defaults={"spec": "v2"} | WITH_DRAFTS,
     settings=options_of(CheckOptions),
-    of_server=options_of(Server, _SERVER),
-    of_check=options_of(ServerOptions, _SERVER),
+    of_server=options_of(Server, SERVER_PANEL),
+    of_check=options_of(ServerOptions, SERVER_PANEL),
 )
 def check(
     context: typer.Context,
@@ -51,15 +49,7 @@ def check(
         Path | None, Argument(metavar="IN.jsonl", help="Prompts, as for generate. Default: 32 texts of the package.")
     ] = None,
     settings: dict[str, Any],
-    engine_kind: Annotated[
-        str,
-        Option(
-            "--engine",
-            metavar="specbatch|http",
-            help="http: check the server at --base-url instead of this engine.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = "specbatch",
+    engine_kind: Annotated[str, kind_option("check")] = "specbatch",
     of_server: dict[str, Any],
     of_check: dict[str, Any],
     output: Output = None,

@@ -16,7 +16,7 @@ from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.configs import configured
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, is_given, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
-from specbatch.cli.servers import only_server
+from specbatch.cli.servers import SERVER_PANEL, kind_option, only_server
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
 from specbatch.config.values import whole_numbers
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from specbatch.sweeps.http.engine import HttpEngine
 
 
-_GRID, _SERVER = "Comparison", "HTTP server"  # boxes of --help
+_GRID = "Comparison"  # a box of --help
 _ABLATION, _ON_CUDA = ("baseline", "v1", "v2"), ("baseline+piecewise", "v2+piecewise")
 _PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if option.panel}
 
@@ -45,7 +45,7 @@ _PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if op
     settings=options_of(EvalOptions, panels=_PANELS),
     comparison=options_of(GridOptions, _GRID),
     cluster=CLUSTER_OPTIONS,
-    of_server=options_of(Server, _SERVER, defaults={"send": "chat with --chat-template, else text"}),
+    of_server=options_of(Server, SERVER_PANEL, defaults={"send": "chat with --chat-template, else text"}),
 )
 def evaluate(
     context: typer.Context,
@@ -93,15 +93,7 @@ def evaluate(
     ] = None,
     comparison: dict[str, Any],
     cluster: dict[str, Any],
-    engine_kind: Annotated[
-        str,
-        Option(
-            "--engine",
-            metavar="specbatch|http",
-            help="http: evaluate the server at --base-url instead of this engine.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = "specbatch",
+    engine_kind: Annotated[str, kind_option("evaluate")] = "specbatch",
     of_server: dict[str, Any],
     output: Annotated[
         Path | None,

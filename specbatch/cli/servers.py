@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from typer import Option
+
 from specbatch.cli.configs import configured, engine_of_table, tables_of
 from specbatch.cli.flags import in_keys
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from specbatch.sweeps.http.server import Server
 
 KINDS = ("specbatch", "http")
+SERVER_PANEL = "HTTP server"  # a box of --help
 SERVER_OPTIONS = ("base_url", "send", "api_key_env", "idle_timeout", "request_timeout")
 _ENGINE_OPTIONS_OF_SERVERS = ("model", "tokenizer", "seed")
 # What a server was started with: not sent, but shown in tables.
@@ -31,6 +34,16 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("base_url", "send", "api_key_env", "model", "tokenizer"), (str,)),
     **dict.fromkeys(("idle_timeout", "request_timeout"), (int, float)),
 }
+
+
+def kind_option(does: str) -> Any:
+    """The option --engine of a command. does: what the command does with a server."""
+    return Option(
+        "--engine",
+        metavar="|".join(KINDS),
+        help=f"http: {does} the server at --base-url instead of this engine.",
+        rich_help_panel=SERVER_PANEL,
+    )
 
 
 def only_server(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from specbatch.cli import workloads
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.options import (
     SAMPLING_OPTIONS,
@@ -21,28 +22,17 @@ from specbatch.cli.options import (
     takes_engine,
 )
 from specbatch.cli.output import fresh_folder, results, say, show
-from specbatch.cli.servers import configured_with_servers, only_server
+from specbatch.cli.servers import SERVER_PANEL, configured_with_servers, kind_option, only_server
 from specbatch.config.values import whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
 from specbatch.sweeps.http.server import Server
-from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, REPEATS, default_dataset
-from specbatch.sweeps.workload.lengths import shown
+from specbatch.sweeps.workload.defaults import CPU, GPU, REPEATS
 from specbatch.sweeps.workload.rounds import Rounds
-from specbatch.sweeps.workload.workloads import RANDOM, Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig
-
-_WORKLOAD, _SERVER = "Workload", "HTTP server"  # boxes of --help
-_DEFAULTS = {
-    "concurrency": f"{GPU.concurrency}; {CPU.concurrency} on a CPU",
-    "repeats": f"{REPEATS}",
-    "dataset": f"{default_dataset(input_len_given=False)}; with --input-len {default_dataset(input_len_given=True)}",
-    "input_len": f"{INPUT_LEN} with --dataset random or gsp",
-    "output_len": f"{GPU.output_len}; {CPU.output_len} on a CPU",
-    "prompts_per_concurrency": f"{GPU.prompts_per_concurrency}; {CPU.prompts_per_concurrency} on a CPU",
-}
 
 
 @takes_engine(
@@ -50,9 +40,9 @@ _DEFAULTS = {
     defaults={"prefix_cache": "off; on with --dataset gsp", "max_running": "the highest --concurrency"} | WITH_DRAFTS,
     sampling=SAMPLING_OPTIONS,
     cluster=CLUSTER_OPTIONS,
-    workload=options_of(Workload, _WORKLOAD, defaults=_DEFAULTS),
-    rounds=options_of(Rounds, defaults=_DEFAULTS),
-    of_server=options_of(Server, _SERVER),
+    workload=options_of(Workload, workloads.PANEL, defaults=workloads.DEFAULTS),
+    rounds=options_of(Rounds, defaults=workloads.DEFAULTS),
+    of_server=options_of(Server, SERVER_PANEL),
 )
 def sweep(
     context: typer.Context,
@@ -69,15 +59,7 @@ def sweep(
     ] = "baseline,v1,v2",
     rounds: dict[str, Any],
     workload: dict[str, Any],
-    engine_kind: Annotated[
-        str,
-        Option(
-            "--engine",
-            metavar="specbatch|http",
-            help="http: measure the server at --base-url instead of this engine.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = "specbatch",
+    engine_kind: Annotated[str, kind_option("measure")] = "specbatch",
     of_server: dict[str, Any],
     output: Annotated[
         Path | None,
@@ -153,7 +135,6 @@ def sweep(
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
-    from specbatch.evals.prompts import task_prompts
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.run.benchmark import SweepOptions
@@ -173,18 +154,7 @@ def sweep(
     )  # fmt: skip
     steps = rounds["concurrency"] or whole_numbers("concurrency", lengths.concurrency)
     repeats = REPEATS if rounds["repeats"] is None else rounds["repeats"]
-    input_len, thinking = workload["input_len"], workload["thinking"]
-    usual: dict[str, Any] = {
-        "dataset": default_dataset(input_len_given=input_len is not None),
-        "output_len": lengths.output_len,
-        "prompts_per_concurrency": lengths.prompts_per_concurrency,
-    }
-    given = usual | {name: value for name, value in workload.items() if value is not None}
-    if input_len is not None and given["dataset"] not in RANDOM:
-        raise refuse("input_len", shown(input_len), "goes with --dataset random and gsp; leave it out")
-    asked = Workload(**given, **sampling, seed=engine.seed, read_task=task_prompts)
-    for note in asked.notes():
-        say(note)
+    asked = workloads.asked_workload(workload, lengths, seed=engine.seed, **sampling)
     precise = rounds["until_precise"]
     if precise is None and is_given(context, "most_repeats"):
         raise refuse(
@@ -199,7 +169,7 @@ def sweep(
     if server is None:
         grouped, elsewhere = asked.is_grouped, workers is not None
         own = {"concurrency": max(steps), "prefix_cache": grouped, "elsewhere": elsewhere}
-        engines = configured_with_servers(engine, configs, thinking, **own)
+        engines = configured_with_servers(engine, configs, workload["thinking"], **own)
     has_servers = server is not None or len(engines_of(engines)) < len(engines)
     if has_servers and workers is not None:
         names = ", ".join(name for name in engines if name not in engines_of(engines))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -216,24 +216,29 @@ class PrefillMetadata:
         for more tokens than chunks, of which several would read the same keys."""
         if len(rows) > len(self.spans.counts):
             return None
-        table, positions, bound = self.spans.page_table, self.positions[rows], max(self.spans.ends)
-        queries = DecodeMetadata(table, self.slots[rows], positions, 1, self.spans.page_size, bound)
-        return RowsContext(self, rows, positions, queries.bind(cache), cache)
+        return RowsContext(self, rows, cache)
 
 
-class RowsContext(NamedTuple):
-    """Some tokens of a prefill pass, in the layers that end it: the last one that stores keys, and those after it,
-    which attend to stored keys only.
-
-    rows, positions  int64 [n]: of the tokens
-    context          for the layers after the last one that stores keys
-    """
+@dataclass(frozen=True)
+class RowsContext:
+    """Tokens `rows` int64 [n] of a prefill pass, in the layers that end it: the last one that stores keys, and those
+    after it, which attend to stored keys only."""
 
     prompt: PrefillMetadata
     rows: torch.Tensor
-    positions: torch.Tensor
-    context: AttentionContext
     cache: KVCache
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [n]."""
+        return self.prompt.positions[self.rows]
+
+    @cached_property
+    def context(self) -> AttentionContext:
+        """For layers that attend to stored keys only; made where there is one."""
+        spans, slots = self.prompt.spans, self.prompt.slots[self.rows]
+        queries = DecodeMetadata(spans.page_table, slots, self.positions, 1, spans.page_size, max(spans.ends))
+        return queries.bind(self.cache)
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: QKVLayout, *, stored: bool) -> torch.Tensor:
         """As `AttentionContext.attend` of all tokens, of which the n rows are returned. stored: whether the keys and

@@ -244,10 +244,10 @@ class Decoder:
         operations other than attention to heads in the cache. stored: see `RowsContext.attend`."""
         index, rows = self.first_reader - 1, of_rows.rows
         mixer = self.layers[index].mixer
-        attends = isinstance(mixer, Attention) and not isinstance(mixer.heads, LatentLayout)
-        if len(rows) > _FEW_ROWS or is_deterministic() or not attends:
+        if not isinstance(mixer, Attention) or isinstance(mixer.heads, LatentLayout):
             return mix()[rows]
-        assert isinstance(mixer, Attention)
+        if len(rows) > _FEW_ROWS or is_deterministic():
+            return mix()[rows]
         return of_rows.attend(self.places[index], projected, mixer.heads, stored=stored)
 
     def end_rows(
@@ -259,8 +259,10 @@ class Decoder:
         inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `end` of some tokens; x and inputs are those of all tokens, mixed comes from `mix_rows`."""
-        rows, inputs = of_rows.rows, None if inputs is None else inputs[of_rows.rows]
-        return self.end(x[rows], mixed, of_rows.positions, of_rows.context, aux=aux, inputs=inputs)
+        x, inputs = x[of_rows.rows], None if inputs is None else inputs[of_rows.rows]
+        if self.first_reader == len(self.layers):
+            return self.finish(x, mixed, aux=aux, inputs=inputs)
+        return self.end(x, mixed, of_rows.positions, of_rows.context, aux=aux, inputs=inputs)
 
     def mix(
         self, index: int, context: AttentionContext, projected: torch.Tensor, positions: torch.Tensor

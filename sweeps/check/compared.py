@@ -1,4 +1,4 @@
-"""Answers of a server beside those that they should equal: where they part, and whether rounding explains it.
+"""Answers of a server beside those that they should equal: where they diverge, and whether rounding explains it.
 
 Both sides choose the most likely token at temperature 0. After an equal text their logits differ by rounding only, so
 where they choose other tokens each finds its own at most twice that rounding above the other one. How much the server
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from specbatch.sweeps.check.run import find_divergence
 from specbatch.sweeps.check.verdict import FACTOR, noise_of
 from specbatch.sweeps.http.replies import Reply
 
@@ -26,7 +27,7 @@ ROUNDING, FAULT, UNJUDGED = "rounding", "fault", "not judged"
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where an answer parts from the one that it should equal.
+    """Where an answer diverges from the one that it should equal.
 
     condition   how the answer was asked for
     place       tokens (characters, of a server that shows no tokens) that are equal before it
@@ -52,7 +53,7 @@ class Divergence:
             verdict = UNJUDGED
         else:
             verdict = FAULT if self.gap > bound else ROUNDING
-        return Divergence(**{**self.__dict__, "verdict": verdict})
+        return replace(self, verdict=verdict)
 
 
 def bound_of(noises: Sequence[float]) -> float:
@@ -62,7 +63,7 @@ def bound_of(noises: Sequence[float]) -> float:
 
 def noise(wanted: Reply, found: Reply) -> float | None:
     """The largest distance of log-probabilities before the first divergence; None if there are none."""
-    shared = min(len(wanted.logprobs), len(found.logprobs), _equal(wanted.tokens, found.tokens))
+    shared = min(len(wanted.logprobs), len(found.logprobs), find_divergence(wanted.tokens, found.tokens)[0])
     pairs = zip(wanted.logprobs[:shared], found.logprobs[:shared], strict=True)
     return max((abs(a - b) for a, b in pairs), default=None)
 
@@ -70,8 +71,8 @@ def noise(wanted: Reply, found: Reply) -> float | None:
 def compare(prompt: int, condition: str, wanted: Reply, found: Reply, others: dict[int, Reply]) -> Divergence | None:
     """The divergence of an answer. others: those that other prompts should have."""
     ours, theirs = _same_kind(wanted, found)
-    place = _equal(ours, theirs)
-    if place == len(ours) == len(theirs):
+    place, diverges = find_divergence(ours, theirs)
+    if not diverges:
         return None
     is_cut = found.finish_reason == "length" and place == len(theirs) < len(ours) and bool(found.ids or found.pieces)
     shape = "it ends before its length" if is_cut else _shape(ours, theirs, place) or _swapped(theirs, prompt, others)
@@ -117,11 +118,6 @@ def _swapped(found: list[Any], prompt: int, others: dict[int, Reply]) -> str:
         return ""
     same = [place for place, reply in others.items() if place != prompt and reply.tokens == found]
     return f"it is the answer to another prompt ({same[0]})" if len(same) == 1 else ""
-
-
-def _equal(wanted: Sequence[Any], found: Sequence[Any]) -> int:
-    pairs = enumerate(zip(wanted, found, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(wanted), len(found)))
 
 
 def _at(tokens: Sequence[Any], place: int) -> Any:

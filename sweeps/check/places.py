@@ -16,8 +16,8 @@ def lead(reply: Reply, index: int) -> float:
     return reply.logprobs[index] - max(others) if others else math.inf
 
 
-def behind(reply: Reply) -> float:
-    """How far the furthest token is behind the most likely one of its place."""
+def largest_gap(reply: Reply) -> float:
+    """The largest distance, in nats, of a token from the most likely one of its place."""
     return max((-lead(reply, index) for index in range(_shown(reply))), default=0.0)
 
 

@@ -17,7 +17,15 @@ from typing import Any
 
 from specbatch.errors import counted
 from specbatch.sweeps.check.options import PROBES
-from specbatch.sweeps.check.places import HOT, behind, clear_tokens, first_change, hot_chances, new_token, stop_place
+from specbatch.sweeps.check.places import (
+    HOT,
+    clear_tokens,
+    first_change,
+    hot_chances,
+    largest_gap,
+    new_token,
+    stop_place,
+)
 from specbatch.sweeps.http.replies import Reply, Token
 
 HONORED, IGNORED, WRONG, REFUSED, UNTESTED = "honored", "ignored", "wrong", "refused", "not tested"
@@ -146,7 +154,7 @@ class Probes:
 
     def _temperature(self) -> tuple[str, str]:
         found = list(self._answers())
-        below = [behind(reply) for _, reply in found if reply.top]
+        below = [largest_gap(reply) for _, reply in found if reply.top]
         if below and max(below) > self._clear:
             return IGNORED, f"at temperature 0 a token is {max(below):.2g} nats less likely than the best"
         if not below:
@@ -234,7 +242,7 @@ class Probes:
         return self._penalty("frequency_penalty")
 
     def _penalty(self, name: str) -> tuple[str, str]:
-        """At 2 a token that the answer has must give way to a new one that is less than 2 behind; at -2 a new one to
+        """At 2 a token that the answer has must give way to a new one that is less than 2 below it; at -2 a new one to
         one that the answer has."""
         for place, reply in self._answers():
             for value in (-2.0, 2.0):

@@ -130,7 +130,7 @@ def _generate(
     return [answers[place] for place in range(len(prompts))]
 
 
-def find_divergence(plain: Sequence[int], checked: Sequence[int]) -> tuple[int, bool]:
+def find_divergence(plain: Sequence[object], checked: Sequence[object]) -> tuple[int, bool]:
     """The number of equal tokens before the first divergence, and whether there is one."""
     pairs = zip_longest(plain, checked)
     equal = next((place for place, (wanted, found) in enumerate(pairs) if wanted != found), None)

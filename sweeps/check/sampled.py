@@ -81,6 +81,13 @@ class Tested:
         ]
 
 
+def rows_of(tested: Sequence[Tested]) -> list[dict[str, Any]]:
+    """The rows of all tests, with whether each deviates among as many."""
+    found = [row for item in tested for row in item.rows()]
+    wrong = [p <= ALPHA for p in holm([row["p_value"] for row in found])]
+    return [row | {"deviates": deviates} for row, deviates in zip(found, wrong, strict=True)]
+
+
 @dataclass(frozen=True)
 class SampledReport:
     """The result of a check of sampled tokens. record: of the engine."""
@@ -91,9 +98,7 @@ class SampledReport:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        found = [row for item in self.tested for row in item.rows()]
-        wrong = [p <= ALPHA for p in holm([row["p_value"] for row in found])]
-        return [row | {"deviates": deviates} for row, deviates in zip(found, wrong, strict=True)]
+        return rows_of(self.tested)
 
     @property
     def untested(self) -> str | None:

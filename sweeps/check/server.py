@@ -28,7 +28,7 @@ from specbatch.sweeps.check.referee import RefereePlan, plan_referee
 from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.run import Log, Progress, both, find_divergence, judged_by
 from specbatch.sweeps.check.server_report import Condition, ServerReport
-from specbatch.sweeps.http.engine import HttpEngine
+from specbatch.sweeps.http.engine import LLAMACPP, HttpEngine
 from specbatch.sweeps.http.replies import WITH_IDS, Question, Reply, Shown, ask
 from specbatch.sweeps.run.loading import load_engine
 from specbatch.sweeps.workload.workloads import sha256_of
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 ANSWERS = "answers.jsonl"
 ALONE, AGAIN, TOGETHER, PROBE = "alone", "again", "together", "probe"
-_LLAMACPP = "llamacpp"
 _WITHOUT_DRAFTS = {"speculative.n_max": 0}  # of llama.cpp; vLLM and SGLang have nothing for one request
 _TOP = (20, 5)  # most likely tokens that are asked for; some servers allow fewer
 
@@ -96,7 +95,7 @@ def run_server(
     greedy |= {"ignore_eos": True} if options.random else {}
     if own is not None and not shown.ids:  # the text has to tell all tokens
         greedy["skip_special_tokens"] = False
-    is_llamacpp = engine.kind.startswith(_LLAMACPP)
+    is_llamacpp = engine.kind == LLAMACPP
     switches = is_llamacpp and baseline is None and own is None
     progress = Progress(report, len(prompts) * (3 + (baseline is not None or own is not None or switches)))
     engine.reset_record()

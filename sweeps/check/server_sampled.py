@@ -21,15 +21,22 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import SpecbatchError, counted
 from specbatch.files.atomic_file import write_atomic
 from specbatch.progress.bars import Report
-from specbatch.records.estimates import holm
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.check.chi_square import ChiSquare, of_counts, total
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions
 from specbatch.sweeps.check.referee import Referee, plan_referee
 from specbatch.sweeps.check.run import Log, Progress
-from specbatch.sweeps.check.sampled import LEAST_SAMPLES, SAMPLING, Exact, Tested, table_of, test_of, text_of
+from specbatch.sweeps.check.sampled import (
+    LEAST_SAMPLES,
+    SAMPLING,
+    Exact,
+    Tested,
+    rows_of,
+    table_of,
+    test_of,
+    text_of,
+)
 from specbatch.sweeps.check.server import ANSWERS, Requests, prompts_of, shown_by
-from specbatch.sweeps.check.verdict import ALPHA
 from specbatch.sweeps.http.engine import HttpEngine
 from specbatch.sweeps.http.replies import Reply, Shown, Token
 from specbatch.sweeps.http.server import Server
@@ -54,9 +61,7 @@ class ServerSampledReport:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        found = [row for item in self.tested for row in item.rows()]
-        wrong = [p <= ALPHA for p in holm([row["p_value"] for row in found])]
-        return [row | {"deviates": deviates} for row, deviates in zip(found, wrong, strict=True)]
+        return rows_of(self.tested)
 
     @property
     def faults(self) -> list[str]:

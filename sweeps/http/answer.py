@@ -87,7 +87,7 @@ class Answer:
             return
         if not isinstance(choices, list) or not isinstance(choices[0], dict):
             raise Failed("the stream has a chunk that is not of a completion")
-        (reasoning, content), reason = _texts_of(choices[0]), choices[0].get("finish_reason")
+        (reasoning, content), reason = texts_of(choices[0]), choices[0].get("finish_reason")
         text = reasoning + content
         if not isinstance(reason, str | None):
             raise Failed("the stream has a text or finish_reason that is not a string")
@@ -190,7 +190,7 @@ class Answer:
         self.last = now
 
 
-def _texts_of(choice: dict[str, Any]) -> tuple[str, str]:
+def texts_of(choice: dict[str, Any]) -> tuple[str, str]:
     """Reasoning and text of a chunk of /v1/completions or /v1/chat/completions. The field of reasoning is `reasoning`
     of vLLM, some releases of which repeat it as `reasoning_content`, the field of SGLang and llama.cpp."""
     delta = choice.get("delta")
@@ -199,7 +199,7 @@ def _texts_of(choice: dict[str, Any]) -> tuple[str, str]:
     else:
         reasoning, text = "", choice.get("text") or ""
     if not isinstance(reasoning, str) or not isinstance(text, str):
-        raise Failed("the stream has a text or finish_reason that is not a string")
+        raise Failed("the stream has a text that is not a string")
     return reasoning, text
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -88,6 +89,28 @@ def session(
         auto_decompress=False,
         read_bufsize=BUFFER_BYTES,
     )
+
+
+async def in_flight(
+    count: int,
+    concurrency: int,
+    opened: aiohttp.ClientSession,
+    work: Callable[[aiohttp.ClientSession, int], Awaitable[None]],
+) -> None:
+    """Do `work` for the numbers up to `count`, in order, at most `concurrency` at a time, in a session that is closed
+    afterwards. Raises the first exception of `work`."""
+    waiting = deque(range(count))
+
+    async def worker(session: aiohttp.ClientSession) -> None:
+        while waiting:
+            await work(session, waiting.popleft())
+
+    try:
+        async with opened as session, asyncio.TaskGroup() as group:
+            for _ in range(min(concurrency, count)):
+                group.create_task(worker(session))
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def read_text(url: str, headers: dict[str, str], *, method: str = "GET", body: Any = None) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -245,40 +245,32 @@ class HttpEngine:
         arrivals: Sequence[float] | None,
         on_completion: Callable[[Completion], None] | None,
     ) -> list[Completion]:
-        waiting: deque[int] = deque(range(len(prompts)))
         done: dict[int, Completion] = {}
         timeout = aiohttp.ClientTimeout(total=self.server.request_timeout, sock_connect=CONNECT_S)
         start = time.perf_counter()
         if self._opened is None:
             self._opened = start + (arrivals[0] if arrivals else 0.0)
 
-        async def worker(session: aiohttp.ClientSession) -> None:
-            while waiting:
-                index = waiting.popleft()
-                arrived = time.perf_counter() if arrivals is None else start + arrivals[index]
-                await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
-                asked, most = self._asked(prompts[index]), params[index].max_new_tokens
-                templated = asked.messages is not None
-                answer = Answer(index, asked.ids, arrived, most, asked.text, templated=templated)
-                try:
-                    await self._ask(session, answer, params[index], asked)
-                except Exception as error:  # whatever an answer leads to fails its request and not the sweep
-                    answer.finish_reason, answer.error = "error", describe(error)
-                self._closed = max(self._closed, time.perf_counter())
-                self._spans.append((arrived, time.perf_counter()))
-                done[index] = completion = replace(answer.completion(), seed=params[index].seed)
-                if completion.is_complete:
-                    self._take(answer)
-                self._completions.append(completion)
-                if on_completion is not None:
-                    on_completion(completion)
+        async def work(session: aiohttp.ClientSession, index: int) -> None:
+            arrived = time.perf_counter() if arrivals is None else start + arrivals[index]
+            await asyncio.sleep(max(0.0, arrived - time.perf_counter()))
+            asked, most = self._asked(prompts[index]), params[index].max_new_tokens
+            templated = asked.messages is not None
+            answer = Answer(index, asked.ids, arrived, most, asked.text, templated=templated)
+            try:
+                await self._ask(session, answer, params[index], asked)
+            except Exception as error:  # whatever an answer leads to fails its request and not the sweep
+                answer.finish_reason, answer.error = "error", describe(error)
+            self._closed = max(self._closed, time.perf_counter())
+            self._spans.append((arrived, time.perf_counter()))
+            done[index] = completion = replace(answer.completion(), seed=params[index].seed)
+            if completion.is_complete:
+                self._take(answer)
+            self._completions.append(completion)
+            if on_completion is not None:
+                on_completion(completion)
 
-        try:
-            async with http_client.session(self.server.headers, timeout) as session, asyncio.TaskGroup() as group:
-                for _ in range(min(concurrency, len(prompts))):
-                    group.create_task(worker(session))
-        except ExceptionGroup as errors:  # of `on_completion`
-            raise errors.exceptions[0] from None
+        await http_client.in_flight(len(prompts), concurrency, http_client.session(self.server.headers, timeout), work)
         return [done[index] for index in range(len(prompts))]
 
     def _take(self, answer: Answer) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from specbatch.sweeps.http import client as http_client
+from specbatch.sweeps.http.answer import texts_of
 from specbatch.sweeps.http.client import CONNECT_S, Failed, StatusError, Unanswered, describe, events, parsed
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Reply:
         if not isinstance(choices, list) or not isinstance(choices[0], dict):
             raise Failed("the stream has a chunk that is not of a completion")
         choice = choices[0]
-        self.text += _text(choice)
+        self.text += "".join(texts_of(choice))
         self.ids += [token for token in choice.get("token_ids") or [] if isinstance(token, int)]
         try:
             self._take_logprobs(choice.get("logprobs") or {})
@@ -126,17 +126,6 @@ def _named(text: str) -> Token:
     return int(number) if number != text and number.isdecimal() else text
 
 
-def _text(choice: dict[str, Any]) -> str:
-    delta = choice.get("delta")
-    if isinstance(delta, dict):
-        parts = [delta.get(name) or "" for name in ("reasoning", "reasoning_content", "content")]
-    else:
-        parts = [choice.get("text") or ""]
-    if not all(isinstance(part, str) for part in parts):
-        raise Failed("the stream has a text that is not a string")
-    return "".join(parts)
-
-
 def _count(usage: dict[str, Any], name: str, before: int | None) -> int | None:
     value = usage.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else before
@@ -182,34 +171,30 @@ async def _ask(
     concurrency: int,
     on_reply: Callable[[int, Reply], None] | None,
 ) -> list[Reply]:
-    waiting, done = deque(range(len(bodies))), [Reply() for _ in bodies]
+    done = [Reply() for _ in bodies]
     headers, seconds = engine.server.headers, engine.server.request_timeout
     timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_S, sock_read=engine.server.idle_timeout)
 
-    async def worker(session: aiohttp.ClientSession) -> None:
-        while waiting:
-            index = waiting.popleft()
-            url, body = bodies[index]
-            start, reply = time.perf_counter(), done[index]
+    async def work(session: aiohttp.ClientSession, index: int) -> None:
+        url, body = bodies[index]
+        start, reply = time.perf_counter(), done[index]
+        try:
             try:
-                try:
-                    await _stream(session, url, body, reply)
-                except Unanswered:
-                    async with http_client.session(headers, timeout, reuse=False) as fresh:
-                        await _stream(fresh, url, body, reply)
-                reply.check()
-            except Exception as error:  # whatever an answer leads to fails its request and not the check
-                reply.error = describe(error)
-                if isinstance(error, StatusError):
-                    reply.status = error.status
-                if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
-                    reply.error = f"not finished after {time.perf_counter() - start:.0f} s"
-            if on_reply is not None:
-                on_reply(index, reply)
+                await _stream(session, url, body, reply)
+            except Unanswered:
+                async with http_client.session(headers, timeout, reuse=False) as fresh:
+                    await _stream(fresh, url, body, reply)
+            reply.check()
+        except Exception as error:  # whatever an answer leads to fails its request and not the check
+            reply.error = describe(error)
+            if isinstance(error, StatusError):
+                reply.status = error.status
+            if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
+                reply.error = f"not finished after {time.perf_counter() - start:.0f} s"
+        if on_reply is not None:
+            on_reply(index, reply)
 
-    async with http_client.session(headers, timeout) as session, asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(bodies))):
-            group.create_task(worker(session))
+    await http_client.in_flight(len(bodies), concurrency, http_client.session(headers, timeout), work)
     return done
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -68,25 +67,18 @@ class Scores:
         return http_client.session(self._server.headers, timeout, reuse=reuse)
 
     async def _all(self, pairs: Sequence[Pair], concurrency: int, on_score: OnScore | None) -> list[Likelihood | str]:
-        waiting, found = deque(range(len(pairs))), dict[int, "Likelihood | str"]()
+        found = dict[int, "Likelihood | str"]()
 
-        async def worker(session: aiohttp.ClientSession) -> None:
-            while waiting:
-                index = waiting.popleft()
-                try:
-                    found[index] = likelihood = await self._ask(session, pairs[index])
-                except http_client.ERRORS as error:
-                    found[index] = describe(error)
-                    continue
-                if on_score is not None:
-                    on_score(index, likelihood)
+        async def work(session: aiohttp.ClientSession, index: int) -> None:
+            try:
+                found[index] = likelihood = await self._ask(session, pairs[index])
+            except http_client.ERRORS as error:
+                found[index] = describe(error)
+                return
+            if on_score is not None:
+                on_score(index, likelihood)
 
-        try:
-            async with self._session() as session, asyncio.TaskGroup() as group:
-                for _ in range(min(concurrency, len(pairs))):
-                    group.create_task(worker(session))
-        except ExceptionGroup as errors:  # of `on_score`
-            raise errors.exceptions[0] from None
+        await http_client.in_flight(len(pairs), concurrency, self._session(), work)
         return [found[index] for index in range(len(pairs))]
 
     async def _ask(self, session: aiohttp.ClientSession, pair: Pair) -> Likelihood:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice, repeat
 from pathlib import Path
@@ -220,6 +220,24 @@ def run(engine: type[StubEngine]) -> Callable[..., Result]:
         return result
 
     return call
+
+
+@pytest.fixture
+def run_toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[..., Result]]:
+    """`run_toy(words)(command, exit_code=0)`: a command with these words at its end, in an empty working folder."""
+    from specbatch.cli.app import app
+
+    monkeypatch.chdir(tmp_path)
+
+    def with_words(words: Sequence[str]) -> Callable[..., Result]:
+        def call(command: str, exit_code: int = 0) -> Result:
+            result = CliRunner().invoke(app, [*command.split(), *words], env={"COLUMNS": "1000"})
+            assert result.exit_code == exit_code, result.output
+            return result
+
+        return call
+
+    return with_words
 
 
 @pytest.fixture

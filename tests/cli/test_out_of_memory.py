@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from specbatch.cli.app import app
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.ranks import ranks
@@ -22,16 +21,9 @@ Run = Callable[..., Result]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(run_toy: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
     """`run(command, exit_code=0)` in an empty working folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(command: str, exit_code: int = 0) -> Result:
-        result = CliRunner().invoke(app, [*command.split(), *TOY], env={"COLUMNS": "1000"})
-        assert result.exit_code == exit_code, result.output
-        return result
-
-    return call
+    return run_toy(TOY)
 
 
 def fail_after(patch: pytest.MonkeyPatch, name: str, calls: int) -> None:

@@ -26,16 +26,9 @@ TOY = ("--model", "toy", "--load-format", "dummy", "--device", "cpu", "--max-mod
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+def run(run_toy: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
     """`run(command, exit_code=0)` in an empty working folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(command: str, exit_code: int = 0) -> Result:
-        result = CliRunner().invoke(app, [*command.split(), *TOY], env={"COLUMNS": "1000"})
-        assert result.exit_code == exit_code, result.output
-        return result
-
-    return call
+    return run_toy(TOY)
 
 
 def write_prompts(*prompts: Any) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from specbatch.errors import SpecbatchError
 from specbatch.sweeps.check.options import PROBES, probes_of
-from specbatch.sweeps.check.places import behind, clear_tokens, first_change, hot_chances, lead, stop_place
+from specbatch.sweeps.check.places import clear_tokens, first_change, hot_chances, largest_gap, lead, stop_place
 from specbatch.sweeps.check.probes import Probes
 from specbatch.sweeps.http.replies import Reply
 
@@ -24,7 +24,7 @@ def test_leads() -> None:
     found = reply({1: -0.1, 2: -3.0}, {3: -0.7, 4: -0.9}, {5: -0.2, 6: -4.0})
     assert [lead(found, place) for place in range(3)] == pytest.approx([2.9, 0.2, 3.8])
     assert (clear_tokens(found, 0.5), clear_tokens(found, 0.1), clear_tokens(found, 9.0)) == (1, 3, 0)
-    assert behind(reply({1: -0.1, 2: -3.0}, chosen=(2,))) == pytest.approx(2.9)
+    assert largest_gap(reply({1: -0.1, 2: -3.0}, chosen=(2,))) == pytest.approx(2.9)
 
 
 @pytest.mark.parametrize("others", [[0.1], [0.05, 0.05], [0.02] * 5])
@@ -38,10 +38,10 @@ def test_hot_chances_are_bounds(others: list[float]) -> None:
 
 def test_places_that_penalties_change() -> None:
     found = reply({1: -0.1, 2: -3.0}, {3: -0.4, 1: -1.4}, {3: -0.4, 8: -1.0})
-    assert first_change(found, set(), is_raised=True, least=1.5) == 2, "1 is there already, and 1 behind 3"
+    assert first_change(found, set(), is_raised=True, least=1.5) == 2, "1 is there already, and 1 below 3"
     assert first_change(found, {3}, is_raised=True, least=1.5) is None, "some servers raise 3 of the prompt as well"
     assert first_change(found, set(), is_raised=True, least=0.5) is None
-    assert first_change(found, set(), is_raised=False, least=1.5) == 3, "8 is new, and 0.6 behind 3"
+    assert first_change(found, set(), is_raised=False, least=1.5) == 3, "8 is new, and 0.6 below 3"
     assert first_change(found, {8}, is_raised=False, least=1.5) is None
 
 

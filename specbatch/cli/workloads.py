@@ -1,0 +1,42 @@
+"""Workloads of `specbatch sweep` and `specbatch advise`: the defaults of their options, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specbatch.cli.output import say
+from specbatch.errors import refuse
+from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, REPEATS, Lengths, default_dataset
+from specbatch.sweeps.workload.lengths import shown
+from specbatch.sweeps.workload.workloads import RANDOM, Workload
+
+PANEL = "Workload"  # a box of --help
+DEFAULTS = {  # as --help shows them
+    "concurrency": f"{GPU.concurrency}; {CPU.concurrency} on a CPU",
+    "repeats": f"{REPEATS}",
+    "dataset": f"{default_dataset(input_len_given=False)}; with --input-len {default_dataset(input_len_given=True)}",
+    "input_len": f"{INPUT_LEN} with --dataset random or gsp",
+    "output_len": f"{GPU.output_len}; {CPU.output_len} on a CPU",
+    "prompts_per_concurrency": f"{GPU.prompts_per_concurrency}; {CPU.prompts_per_concurrency} on a CPU",
+}
+
+
+def asked_workload(options: Mapping[str, Any], lengths: Lengths, *, seed: int, **sampling: Any) -> Workload:
+    """The workload of a command, whose notes are shown. options: those of `Workload`, None where not given; lengths:
+    the defaults of the machine."""
+    from specbatch.evals.prompts import task_prompts
+
+    given = {name: value for name, value in options.items() if value is not None}
+    usual: dict[str, Any] = {
+        "dataset": default_dataset(input_len_given="input_len" in given),
+        "output_len": lengths.output_len,
+        "prompts_per_concurrency": lengths.prompts_per_concurrency,
+    }
+    given = usual | given
+    if "input_len" in given and given["dataset"] not in RANDOM:
+        raise refuse("input_len", shown(given["input_len"]), "goes with --dataset random and gsp; leave it out")
+    asked = Workload(**given, **sampling, seed=seed, read_task=task_prompts)
+    for note in asked.notes():
+        say(note)
+    return asked
