@@ -7,7 +7,7 @@
 # Seen:     with a stop string in the middle of a draft the difference is smaller than the number of verifies with
 #           drafts (`llamacpp:spec_decode_num_drafts_total`): accepted drafts past the stop count, their tokens do not.
 # Matters:  accept lengths of answers that end by a stop string or an end token come out too high. `specbatch sweep
-#           --engine http` reports none for such a run, and says why (docs/other-tools.md, "Accept length").
+#           --engine http` counts the verifies of each chunk (`timings_per_token`; docs/other-tools.md, "Accept length").
 set -euo pipefail
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
