@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import lossless
@@ -32,7 +32,7 @@ from targets import Targets
 from typer.main import get_command
 from watched_calls import Watch, watch_with
 
-from specbatch.config.engine_config import EngineConfig
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.format import Format
@@ -390,6 +390,15 @@ def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
             return Engine(EngineConfig(**config), log=log, report=report)
 
     return build
+
+
+@pytest.fixture
+def graph_engine(toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Engines with whole decode graphs and piecewise prefill graphs."""
+    from stand_ins import fake_graphs
+
+    fake_graphs(monkeypatch)
+    return partial(toy_engine, graphs=Graphs(decode="whole", prefill="piecewise"), prefill_chunk=48)
 
 
 @pytest.fixture(scope="session")
