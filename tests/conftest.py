@@ -10,16 +10,23 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
 os.environ["MKL_NUM_THREADS"] = os.environ.get("MKL_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
 
+import sys
+
+# Container images often set this. Every worker, and every process that a test starts, would then compile all modules
+# and tests again, in each run: eight seconds of a worker's.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
+
 import atexit
 import gc
 import math
 import signal
-import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 
+import crossed
 import lossless
 import pytest
 import torch
@@ -109,7 +116,7 @@ def stay_quantized(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Cases that are not run need not be made: there are some forty thousand."""
-    lossless.only_quick = config.option.markexpr == "not slow"
+    crossed.only_quick = lossless.only_quick = config.option.markexpr == "not slow"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
