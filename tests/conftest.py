@@ -420,6 +420,12 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run on a CPU does not measure it, which takes most of its time."""
+    monkeypatch.setattr("specbatch.sweeps.run.estimate.cpu_speeds", lambda: (1e10, 1e11))
+
+
+@pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweeps end without the report, most of which is plots."""
     monkeypatch.setattr("specbatch.cli.sweep.write_reports", lambda folder: [])
