@@ -286,7 +286,7 @@ def test_a_single_length_is_always_chosen() -> None:
     found = DraftLength((5,), [8])
     assert not found.is_auto
     assert [found.choose(rows, lambda: alike(8)).num_drafts for rows in (1, 8)] == [5, 5]
-    assert found.drafts_prompts(8, [100], 100)
+    assert found.drafts_prompts(8, [100], [10], 100)
 
 
 def test_report_lists_chosen_lengths_by_batch() -> None:

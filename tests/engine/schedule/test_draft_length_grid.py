@@ -82,7 +82,7 @@ class Loop:
         seconds = context * (PROMPT_S + LONGER_S * context / 32_768)
         runs = self.fixed > 0
         if self.chooser is not None:
-            runs = self.chooser.drafts_prompts(self.rows, [context], context)
+            runs = self.chooser.drafts_prompts(self.rows, [context], [self.output], context)
         self.seconds += seconds + HEAD * PROMPT_S * context * runs if count_time else 0.0
         return 0 if runs else context
 
