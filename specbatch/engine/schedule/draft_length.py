@@ -152,10 +152,10 @@ class DraftLength:
         if not self.is_auto:
             return Choice(self._most)
         requests = describe()
-        if self.bucket(max(requests.expected, rows)) > self.bucket(rows) and any(requests.missing):
-            if not self._will_draft(requests.expected, requests.contexts, requests.left):  # then catching up pays for now only
-                requests = requests._replace(left=[min(left, SOON) for left in requests.left])
         cached, bucket = max(sum(requests.contexts) - requests.shared, 0), self.bucket(rows)
+        grows = self.bucket(max(requests.expected, rows)) > bucket
+        if grows and any(requests.missing) and not self._may_draft(requests.expected, requests.contexts, requests.left):
+            requests = requests._replace(left=[SOON] * rows)  # what it catches up with is of use until then only
         ahead = cached + sum(min(left, AHEAD) for left in requests.left) // 2
         options = self._options(requests, rows, ahead)
         best = max(options.values(), key=lambda option: option.speed)
@@ -176,14 +176,15 @@ class DraftLength:
 
     def drafts_prompts(self, rows: int, contexts: Sequence[int], left: Sequence[int], tokens: int) -> bool:
         """Whether the drafter runs for `tokens` of prompts as soon as they are computed: whether their requests, whose
-        contexts and expected tokens are given, are expected to draft in a batch of so many requests."""
+        contexts and expected tokens are given, might draft in a batch of so many, and as long as acceptance is not
+        known."""
         self._prompt_tokens += tokens if self._has_ended else 0  # later prompts come as answers end
         if not self.is_auto or not self.catch_up_s or not self.acceptance.is_known:
             return True
-        return self._will_draft(rows, contexts, left)
+        return self._may_draft(rows, contexts, left)
 
-    def _will_draft(self, rows: int, contexts: Sequence[int], left: Sequence[int]) -> bool:
-        """Whether a batch of so many requests like these, in the middle of what is left of them, may draft."""
+    def _may_draft(self, rows: int, contexts: Sequence[int], left: Sequence[int]) -> bool:
+        """Whether drafts might pay in a batch of so many requests like these, in the middle of what is left of them."""
         if self._current.get(self.bucket(rows), NONE)[0]:
             return True
         middle = [context + more // 2 for context, more in zip(contexts, left, strict=True)]

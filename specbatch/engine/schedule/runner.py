@@ -21,7 +21,7 @@ from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
 
-UNKNOWN = 64  # tokens that an answer is expected to have at its beginning
+UNKNOWN = 256  # tokens that an answer of unknown length is expected to have yet, at least
 OnTokens = Callable[[Request, list[int]], None]
 
 
@@ -361,7 +361,7 @@ def _drafting_first(scheduled: Sequence[ScheduledRequest], choice: Choice) -> tu
 
 
 def _left(request: Request) -> int:
-    """Tokens that it is expected to generate yet. An answer that a token may end is expected to be as long again as it
-    is."""
+    """Tokens that it is expected to generate yet. An answer that a token may end is expected to become half as long again:
+    too few tokens rather than too many, because catching up is paid at once."""
     left = request.params.max_new_tokens - request.generated
-    return max(left if request.params.ignore_eos else min(left, max(request.generated, UNKNOWN)), 4)
+    return max(left if request.params.ignore_eos else min(left, max(request.generated // 2, UNKNOWN)), 4)
