@@ -38,7 +38,7 @@ MARGIN = 1.01  # how much better another choice must be
 # A cost of drafting that no step shows: requests that began together end at different times, so that batches shrink and
 # prompts come in more passes.
 APART = 1.01
-SPLIT = 1.03  # how much better than the best common length a choice must be in which only some requests draft
+SPLIT = 1.02  # how much better than the best common length a choice must be in which only some requests draft
 EVERY = 8  # steps after which such choices are compared again, if none is in use
 PROBES = 0.004  # share of the time that probes may cost
 MAY = 0.95  # of the speed without drafts: then the drafter runs for prompts, as catching up later takes much longer

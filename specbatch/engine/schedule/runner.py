@@ -361,7 +361,7 @@ def _drafting_first(scheduled: Sequence[ScheduledRequest], choice: Choice) -> tu
 
 
 def _left(request: Request) -> int:
-    """Tokens that it is expected to generate yet. An answer that a token may end is expected to become half as long again:
-    too few tokens rather than too many, because catching up is paid at once."""
+    """Tokens that it is expected to generate yet. An answer that a token may end is expected to grow by a half: too
+    few tokens rather than too many, because catching up is paid at once."""
     left = request.params.max_new_tokens - request.generated
     return max(left if request.params.ignore_eos else min(left, max(request.generated // 2, UNKNOWN)), 4)
