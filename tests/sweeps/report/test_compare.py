@@ -195,7 +195,7 @@ def test_three_runs_in_one_table(tmp_path):
 
 
 def test_other_differences_are_listed(tmp_path):
-    v2 = EngineConfig(speculation=Speculation("ngram", "v2"), graphs=Graphs())
+    v2 = EngineConfig(speculation=Speculation("ngram", "v2"))
     other = make_record([metrics_of()] * 12, config=v2)
     other.versions["torch"], other.hardware["cpu"], other.caps["max_running"] = "2.14", "slide rule", 3
     result = compare(saved(tmp_path / "a", make_record([metrics_of()] * 12)), saved(tmp_path / "b", other))
