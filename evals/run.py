@@ -32,11 +32,12 @@ from specbatch.errors import SpecbatchError, counted, refuse
 from specbatch.evals.finished import PARTIAL, Answer, Scored, claimed, finished_rows, with_earlier
 from specbatch.evals.lm_eval_files import save_lm_eval_files
 from specbatch.evals.lm_eval_process import quiet, template_errors
+from specbatch.evals.option_checks import apply_arguments, refuse_unused
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
 from specbatch.evals.results import answer_rows, scored_rows, scores, verdicts
 from specbatch.evals.selection import asking
-from specbatch.evals.task import GENERATING, ROLLING, EvalTask, load_tasks
+from specbatch.evals.task import GENERATING, EvalTask, load_tasks
 from specbatch.files.atomic_file import writing
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.store import RECORD
@@ -335,9 +336,9 @@ def prepare(options: EvalOptions) -> PreparedEval:
 def prepare_each(options: Sequence[EvalOptions]) -> list[PreparedEval]:
     """`prepare` for several tasks, without their folders. The options differ in the task and the output only."""
     tasks = load_tasks([one.task for one in options], options[0])
-    _refuse_unused(options[0], tasks)
+    refuse_unused(options[0], tasks)
     for task in tasks:
-        _apply_arguments(options[0], task)
+        apply_arguments(options[0], task)
     drafts = any(task.generates for task in tasks)
     return [PreparedEval(own, task, drafts) for own, task in zip(options, tasks, strict=True)]
 
@@ -364,48 +365,6 @@ def run_eval(
 ) -> EvalReport:
     """Evaluate `engine` on a task, and write the results to `options.output` if it is set."""
     return prepare(options).run(engine, progress)
-
-
-def _refuse_unused(options: EvalOptions, tasks: Sequence[EvalTask]) -> None:
-    """Reject options that would have no effect on any of the tasks."""
-    every = [one for task in tasks for one in task.tasks.values()]
-    if options.samples is not None:
-        known = [one.task_name for one in every]
-        for name in options.samples:
-            if name not in known:
-                works = f"is no task of this run; use {', '.join(known[:8])}" + (" ..." if len(known) > 8 else "")
-                raise refuse("samples", name, works)
-    for task in tasks:
-        for name, numbers in task.chosen(options).items():
-            size = task.sizes[name]
-            if options.samples is not None and name in options.samples and numbers[-1] >= size:
-                raise refuse("samples", numbers[-1], f"task {name} has questions 0 to {size - 1}")
-            if not numbers:
-                raise refuse("offset", options.offset, f"task {name} has {size} questions; use at most {size - 1}")
-    kinds = {str(one.OUTPUT_TYPE) for one in every}
-    if GENERATING in kinds:
-        return
-    unused = ["max_new_tokens", "gen_kwargs", "truncate_prompts", "think_end_token"]
-    if kinds == {ROLLING}:
-        unused += ["chat_template", "num_fewshot", "system_instruction"]  # the texts are scored unchanged
-    for setting, value in [(name, getattr(options, name)) for name in unused] + [*options.sampling.items()]:
-        if value or setting in options.sampling:
-            works = f"task {tasks[0].name} ({tasks[0].kind}) scores given texts and ignores it; leave it out"
-            raise refuse(setting, value, works)
-
-
-def _apply_arguments(options: EvalOptions, task: EvalTask) -> None:
-    """Update the generation arguments of the tasks with `gen_kwargs`, as lm-eval does, and refuse those that the engine
-    does not support."""
-    from specbatch.evals.generation import generation_of, parsed
-
-    changes = {} if options.gen_kwargs is None else parsed(options.gen_kwargs)
-    with quiet():
-        for name, one in task.tasks.items():
-            if one.OUTPUT_TYPE == GENERATING:
-                one.set_config(key="generation_kwargs", value=changes, update=True)
-                wanted = one.config.generation_kwargs
-                generation_of(wanted, ("task", name), options.sampling, options.max_new_tokens)
 
 
 def open_folder(folder: Path) -> None:

@@ -42,15 +42,11 @@ class ChangedError(SpecbatchError):
 class ShortOfMemoryError(SpecbatchError):
     """Memory ran out, and the engine cannot go on with a smaller batch.
 
-    requests: (index, sample) of the prompts that were being computed; smaller: settings of an engine with which the
-    launch that failed would be half as large, if it can be
+    smaller: settings of an engine with which the launch that failed would be half as large, if it can be
     """
 
-    def __init__(
-        self, message: str, requests: Sequence[tuple[int, int]] = (), smaller: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, message: str, smaller: Mapping[str, int] | None = None) -> None:
         super().__init__(message)
-        self.requests = requests
         self.smaller = dict(smaller or {})
 
 

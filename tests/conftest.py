@@ -10,16 +10,23 @@ os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"
 os.environ["MKL_NUM_THREADS"] = os.environ.get("MKL_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
 os.environ["OPENBLAS_NUM_THREADS"] = os.environ.get("OPENBLAS_NUM_THREADS") or os.environ["OMP_NUM_THREADS"]
 
+import sys
+
+# Container images often set this. Every worker, and every process that a test starts, would then compile all modules
+# and tests again, in each run: eight seconds of a worker's.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.dont_write_bytecode = False
+
 import atexit
 import gc
 import math
 import signal
-import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import crossed
 import lossless
 import pytest
 import torch
@@ -32,7 +39,7 @@ from targets import Targets
 from typer.main import get_command
 from watched_calls import Watch, watch_with
 
-from specbatch.config.engine_config import EngineConfig
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.format import Format
@@ -109,7 +116,7 @@ def stay_quantized(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Cases that are not run need not be made: there are some forty thousand."""
-    lossless.only_quick = config.option.markexpr == "not slow"
+    crossed.only_quick = lossless.only_quick = config.option.markexpr == "not slow"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -392,6 +399,15 @@ def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
     return build
 
 
+@pytest.fixture
+def graph_engine(toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Engines with whole decode graphs and piecewise prefill graphs."""
+    from stand_ins import fake_graphs
+
+    fake_graphs(monkeypatch)
+    return partial(toy_engine, graphs=Graphs(decode="whole", prefill="piecewise"), prefill_chunk=48)
+
+
 @pytest.fixture(scope="session")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
     return Targets(tmp_path_factory.mktemp("heads"))
@@ -401,6 +417,12 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time of a report."""
     monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])
+
+
+@pytest.fixture
+def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run on a CPU does not measure it, which takes most of its time."""
+    monkeypatch.setattr("specbatch.sweeps.run.estimate.cpu_speeds", lambda: (1e10, 1e11))
 
 
 @pytest.fixture

@@ -72,3 +72,15 @@ def power_of_two(largest):
     """That of float32 values >= 0, and its inverse, at most 2^126: a value divided by it is below 2."""
     exponent = tl.minimum(tl.maximum(largest.to(tl.int32, bitcast=True) >> 23, 1), 253)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def latent_scales(scale, k_scale, v_scale):
+    """What turns products with stored keys into scores of latent attention: the scale of those with the turned part,
+    and the ratio of the scale of those with latents to it. k_scale and v_scale: those of the two caches, or None."""
+    latent, turned = scale, scale
+    if v_scale is not None:  # latents are keys, too
+        latent = scale * tl.load(v_scale)
+    if k_scale is not None:
+        turned = scale * tl.load(k_scale)
+    return turned, latent / turned

@@ -247,8 +247,7 @@ class Engine(InferenceEngine):
                 if not is_out_of_memory(error):
                     raise
                 if not failed.can_shrink(self.parts.worker):
-                    requests = [(item.index, item.sample) for item in self.parts.scheduler.holders]
-                    raise failed.error(self.plan, requests) from error
+                    raise failed.error(self.plan) from error
             self._shrink(failed)  # here, because the frames of the error hold tensors
         return True
 

@@ -14,36 +14,26 @@ rejected with the differences.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields
-from itertools import tee
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.files.text_files import UnreadableError
-from specbatch.jobs.formats import BadRow, JobFormat, JobRow, PromptRows, Request
-from specbatch.jobs.input_scan import (
-    SECONDS_BETWEEN_REPORTS,
-    SHOWN,
-    BadLines,
-    InputScan,
-    job_rows,
-    rendered_ahead,
-    scan,
-)
+from specbatch.jobs.formats import JobFormat, PromptRows
+from specbatch.jobs.input_scan import BadLines, InputScan, scan
+from specbatch.jobs.job_run import JobRun, Keep
 from specbatch.jobs.job_settings import NO_LIMITS, USUAL, JobSettings, Limits
+from specbatch.jobs.missing_rows import MissingRows
 from specbatch.jobs.openai_batch import OpenAIBatch, is_openai_batch
 from specbatch.jobs.output_files import OutputFiles, column_types
-from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows, Row, RowsOnDisk
-from specbatch.jobs.prompt_file import location
+from specbatch.jobs.partial_output import MAKES_TOKENS, PartialRows, RowsOnDisk
 from specbatch.jobs.prompts import LINES
-from specbatch.progress.bars import NotedReport, Report, Speed
+from specbatch.progress.bars import NotedReport, Report
 from specbatch.records.differences import describe_differences
 
 if TYPE_CHECKING:
@@ -51,8 +41,6 @@ if TYPE_CHECKING:
 
 FORMAT = 3
 _REPLACES = "replaces"  # noted in a partial output that was begun where there was an output already
-CHECKED_TOKENS = 1 << 19  # of prompts that are encoded before the first one runs: a second or two
-Keep = Callable[[Row], None]
 
 
 @dataclass
@@ -60,25 +48,19 @@ class BatchJob:
     """A job whose settings and input were checked, as far as that is possible without the model.
 
     total      rows of the job
-    skipped    malformed lines that are left out
-    left_out   their indices, of those that only the engine refuses
-    encoded    requests of rows that were checked and have not begun
+    missing    those that have no answer yet
     stopped    the limit that ended the last run before the job was finished, or None
     written    rows of the output, without the error file of an OpenAI batch: each sample of a prompt is one
     complete   the record of the output, if an earlier run of this job has finished it: nothing is left to run
     """
 
-    source: str
     output: OutputFiles
     form: JobFormat
     found: InputScan
     kept: PartialRows
-    log: Callable[[str], None]
     settings: JobSettings
+    missing: MissingRows
     replaces: bool  # an existing output is kept until the new one is complete
-    skipped: int = 0
-    left_out: set[int] = field(default_factory=set)
-    encoded: dict[int, list[Request]] = field(default_factory=dict)
     stopped: str | None = None
     written: int = 0
     complete: dict[str, Any] | None = None
@@ -152,7 +134,8 @@ class BatchJob:
             retry_failed=retry_failed,
             note={_REPLACES: True} if replaces else {},
         )
-        job = cls(str(source), files, form, found, kept, log, settings, replaces, skipped=bad.count)
+        missing = MissingRows(str(source), form, found, kept.rows, log, settings.skip_bad, skipped=bad.count)
+        job = cls(files, form, found, kept, settings, missing, replaces)
         job._check_columns()
         continues = kept.path.exists() and not overwrite
         if replaces and retry_failed:
@@ -176,6 +159,11 @@ class BatchJob:
     @property
     def total(self) -> int:
         return self.found.rows
+
+    @property
+    def skipped(self) -> int:
+        """How many malformed lines are left out."""
+        return self.missing.skipped
 
     @property
     def size(self) -> JobSize:
@@ -215,21 +203,21 @@ class BatchJob:
         """Generate the missing rows and write the output. Returns False if `limits` ended the run before (`stopped`).
 
         Prompts that this engine cannot run become error rows, or are left out with `skip_bad`. Outside of an OpenAI
-        batch those among the first `CHECKED_TOKENS` tokens raise SpecbatchError before anything runs. The row of a
-        prompt that fails while it runs has an `error` in place of an answer.
+        batch those among the first tokens (`missing_rows.CHECKED_TOKENS`) raise SpecbatchError before anything runs.
+        The row of a prompt that fails while it runs has an `error` in place of an answer.
         After KeyboardInterrupt, an error or a limit the finished rows stay in the partial file.
         """
         if self.complete is not None:
             return True
         if not self.form.keeps_bad_rows:
-            self._check_prompts(engine)
+            self.missing.check(engine)
         with self.kept.claim(starts_over=self.settings.overwrite) as keep:
             if self.settings.retry_failed and self.replaces:
                 self._keep_earlier(keep)
             elif not self.replaces and self.output.exists():  # another process wrote it meanwhile
                 raise self._exists()
             with reporting(self._how_to_continue):
-                stopped = _Run(self, engine, keep, limits, report).run(concurrency)
+                stopped = JobRun(self.missing, engine, keep, limits, report).run(concurrency)
                 if stopped is not None:
                     self.stopped = f"stopped by {stopped}; {self._how_to_continue()}"
                     return False
@@ -256,29 +244,6 @@ class BatchJob:
         return self.kept.or_lost(
             f"kept {len(self.finished)} finished of {self.total} in {self.partial}; {same} continues"
         )
-
-    def _check_prompts(self, engine: InferenceEngine) -> None:
-        """Refuse the first missing prompts if this engine cannot run them, or leave them out."""
-        bad, tokens = BadLines(self.source), 0
-        for row in self._missing(engine):
-            if isinstance(row, JobRow):
-                try:
-                    self.encoded[row.index] = self.form.encode(row, engine)
-                    tokens += sum(len(prompt) for prompt, _ in self.encoded[row.index])
-                except SpecbatchError as error:
-                    bad.add(row.index, str(error))
-                    self.left_out.add(row.index)
-            if tokens > CHECKED_TOKENS:
-                break
-        bad.leave_out(self.total, skip=self.settings.skip_bad, log=self.log)
-        self.skipped += bad.count
-        self.found.rows -= bad.count
-
-    def _missing(self, engine: InferenceEngine) -> Iterator[JobRow | BadRow]:
-        """The rows that are neither finished nor left out, in order."""
-        every = job_rows(self.form, self.found)
-        missing = (row for row in every if row.index not in self.finished and row.index not in self.left_out)
-        return rendered_ahead(missing, self.form, engine, self.encoded)
 
     def _check_columns(self) -> None:
         """Refuse rows that a data set cannot hold."""
@@ -339,121 +304,6 @@ class BatchJob:
 
     def _exists(self) -> SpecbatchError:
         return refuse("output", self.output.name, "already exists; name another file or pass --overwrite")
-
-
-class _Run:
-    """One run of a job: feeds the missing rows to the engine and keeps each one that finishes."""
-
-    def __init__(
-        self, job: BatchJob, engine: InferenceEngine, keep: Keep, limits: Limits, report: NotedReport | None
-    ) -> None:
-        self._job, self._engine, self._keep, self._limits, self._report = job, engine, keep, limits, report
-        self._speed = Speed()
-        self._reported = 0.0
-        self._tokens = 0
-        self._logged = 0
-        self._stopped: str | None = None
-        self._waiting: dict[int, _Waiting] = {}  # by number of the request in the stream
-
-    def run(self, concurrency: int | None) -> str | None:
-        """Returns the limit that ended the run, if rows are missing."""
-        prompts, params = tee(self._requests())
-        stream = self._engine.stream(
-            (tokens for tokens, _ in prompts), (own for _, own in params), concurrency=concurrency, text=False
-        )
-        with closing(stream) as events:
-            for event in events:
-                self._tokens += len(event.token_ids)
-                self._speed.add(event.index, len(event.token_ids), ended=event.completion is not None)
-                if event.completion is not None and event.completion.finish_reason != "abort":
-                    self._finish(event.index, event.completion)
-                self._show()
-                if self._limits.deadline is not None and time.monotonic() > self._limits.deadline:
-                    self._stopped = "--time-limit"
-                    break
-        self._show(last=True)
-        return self._stopped if len(self._job.finished) < self._job.total else None
-
-    def _requests(self) -> Iterator[Request]:
-        """The requests of the missing rows, in order."""
-        job, number = self._job, 0
-        for row in job._missing(self._engine):
-            if self._limits.max_tokens_total is not None and self._tokens >= self._limits.max_tokens_total:
-                self._stopped = "--max-tokens-total"
-                return
-            try:
-                requests = job.encoded.pop(row.index, None) or self._encode(row)
-            except SpecbatchError as error:  # also of a chat template that exceeds a limit only this time
-                if job.settings.skip_bad and not job.form.keeps_bad_rows:
-                    self._leave_out(row, str(error))
-                    continue
-                row = BadRow(row.index, row.id, str(error))
-            if isinstance(row, BadRow):
-                self._fail(row, row.problem)
-                continue
-            waiting = _Waiting(row, [[] for _ in requests])
-            for place, request in enumerate(requests):
-                self._waiting[number] = waiting
-                waiting.places[number] = place
-                number += 1
-                yield request
-
-    def _encode(self, row: JobRow | BadRow) -> list[Request]:
-        return self._job.form.encode(row, self._engine) if isinstance(row, JobRow) else []
-
-    def _finish(self, number: int, completion: Completion) -> None:
-        """A sample of a request is complete; the row is finished when all of them are."""
-        waiting = self._waiting[number]
-        waiting.add(number, completion)
-        if waiting.left:
-            return
-        for known in waiting.places:
-            del self._waiting[known]
-        errors = [item.error for samples in waiting.completions for item in samples if item.error is not None]
-        if errors:
-            self._fail(waiting.row, errors[0])
-        else:
-            self._keep(self._job.form.answer(waiting.row, waiting.completions, self._engine))
-
-    def _fail(self, row: JobRow | BadRow, reason: str) -> None:
-        self._keep(self._job.form.failure(row, reason))
-        self._log("failed:", row, reason)
-
-    def _leave_out(self, row: JobRow | BadRow, problem: str) -> None:
-        """Skip a row that the engine refuses."""
-        job = self._job
-        job.left_out.add(row.index)
-        job.skipped += 1
-        job.found.rows -= 1
-        self._log("skipped", row, problem)
-
-    def _log(self, what: str, row: JobRow | BadRow, reason: str) -> None:
-        if self._logged < SHOWN:
-            self._job.log(f"{what} {location(self._job.source, row.index + 1)}: {reason}")
-        elif self._logged == SHOWN:
-            self._job.log("further rows that failed or were skipped are not listed")
-        self._logged += 1
-
-    def _show(self, *, last: bool = False) -> None:
-        now = time.monotonic()
-        if self._report is not None and (last or now - self._reported > SECONDS_BETWEEN_REPORTS):
-            failed = f"{self._job.failed} failed, " if self._job.failed else ""
-            self._report(len(self._job.finished), self._job.total, f"{failed}{self._speed}")
-            self._reported = now
-
-
-class _Waiting:
-    """A row with requests under way, and their completions so far."""
-
-    def __init__(self, row: JobRow, completions: list[list[Completion]]) -> None:
-        self.row, self.completions = row, completions
-        self.places: dict[int, int] = {}  # place in `completions` of each request
-        self.left = len(completions) * row.params.n
-
-    def add(self, number: int, completion: Completion) -> None:
-        self.completions[self.places[number]].append(completion)
-        self.completions[self.places[number]].sort(key=lambda item: item.sample)
-        self.left -= 1
 
 
 def _given(params: SamplingParams, names: Collection[str] | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -101,18 +101,15 @@ class MemoryPlan:
             f"out of memory while {doing}: {size_text(self.available)} were planned for ({self._parts}); {works}"
         )
 
-    def does_not_fit(
-        self, what: str, requests: Sequence[tuple[int, int]] = (), smaller: tuple[str, int] | None = None
-    ) -> ShortOfMemoryError:
-        """The error for a launch that ran out of memory, after which this engine cannot go on. requests: that were
-        computed; smaller: a setting and its value with which an engine has smaller launches."""
+    def does_not_fit(self, what: str, smaller: tuple[str, int] | None = None) -> ShortOfMemoryError:
+        """The error for a launch that ran out of memory, after which this engine cannot go on. smaller: a setting and
+        its value with which an engine has smaller launches."""
         works = f" or kv_pages ({self.kv_pages})"
         if smaller is not None:  # with the same pages, as the plan would give them what is left
             works = f", or {smaller[0]}={smaller[1]} with kv_pages={self.kv_pages}"
         return ShortOfMemoryError(
             f"out of memory: {what} does not fit beside {self._parts}; use a lower memory_fraction "
             f"({self.memory_fraction:g} now){works}",
-            requests,
             None if smaller is None else {smaller[0]: smaller[1], "kv_pages": self.kv_pages},
         )
 

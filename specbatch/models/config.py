@@ -1,7 +1,8 @@
-"""`ModelConfig`: sizes and options of a model from config.json (Llama, Mistral, Qwen2, Qwen3; dispatches to others).
+"""`ModelConfig`: sizes and options of a model from config.json, in the form of the dense families (Llama, Qwen3, ...).
 
-Published configs use two spellings of the same settings (transformers 4 and 5). `ModelConfig.from_dict` reads both and
-also dispatches to the configs of the other families. It refuses values it does not know instead of using a default.
+Published configs use two spellings of the same settings (transformers 4 and 5). `ModelConfig.from_dict` reads both, and
+passes configs of other families to their classes (`models.registry`). It refuses values it does not know instead of
+using a default.
 """
 
 from __future__ import annotations
@@ -9,15 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from specbatch.errors import refuse
-from specbatch.files.config_values import count_of, flag_of, names_of, positive_of, spelled, token_ids
+from specbatch.files.config_values import count_of, flag_of, positive_of, spelled, token_ids
 from specbatch.models.formats.cache_scales import cache_type
 from specbatch.models.formats.format import Format
 from specbatch.models.formats.registry import format_of
 from specbatch.models.formats.settings import KEY
+from specbatch.models.layer_types import read_windows
+from specbatch.models.registry import dense_family, own_reader
 from specbatch.models.rope import Rope, read_rope
 
 if TYPE_CHECKING:
@@ -25,29 +27,6 @@ if TYPE_CHECKING:
 
     from specbatch.memory.recurrent_state import StateShape
 
-FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
-FAMILIES |= {"MistralForCausalLM": "mistral", "MinistralForCausalLM": "ministral"}
-FULL, SLIDING = "full_attention", "sliding_attention"
-# Families with a config class of their own: architecture -> (model_type, module, class).
-_OTHERS = {
-    "Qwen3MoeForCausalLM": ("qwen3_moe", "qwen3_moe", "Qwen3MoeConfig"),
-    "Qwen3NextForCausalLM": ("qwen3_next", "qwen3_next", "Qwen3NextConfig"),
-    "Qwen3_5ForCausalLM": ("qwen3_5_text", "qwen3_next", "Qwen3NextConfig"),
-    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe_text", "qwen3_next", "Qwen3NextConfig"),
-    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_next", "Qwen3NextConfig"),
-    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_next", "Qwen3NextConfig"),
-    "NemotronHForCausalLM": ("nemotron_h", "nemotron_h", "NemotronHConfig"),
-    "Gemma3ForCausalLM": ("gemma3_text", "gemma3", "Gemma3Config"),
-    "Gemma4ForCausalLM": ("gemma4_text", "gemma4", "Gemma4Config"),
-    "Gemma4ForConditionalGeneration": ("gemma4", "gemma4", "Gemma4Config"),
-    "GptOssForCausalLM": ("gpt_oss", "gpt_oss", "GptOssConfig"),
-    "DeepseekV2ForCausalLM": ("deepseek_v2", "deepseek", "DeepseekConfig"),
-    "DeepseekV3ForCausalLM": ("deepseek_v3", "deepseek", "DeepseekConfig"),
-    "Phi3ForCausalLM": ("phi3", "phi3", "Phi3Config"),
-    "Glm4MoeForCausalLM": ("glm4_moe", "glm4_moe", "Glm4MoeConfig"),
-    "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
-    "Lfm2MoeForCausalLM": ("lfm2_moe", "lfm2", "Lfm2Config"),
-}
 DTYPES = ("float32", "bfloat16", "float16")
 DEEPEST = 10_000  # layers; configs list them
 _MOST_TOKENS = 1 << 22  # of a vocabulary; tokenizers list them
@@ -106,14 +85,16 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
         """Read a config.json. Raises SpecbatchError for a key and value that are not supported."""
-        other = _other(config)
+        other = own_reader(config)
         quantization = format_of(config, () if other is None else other.methods)
+        read: ModelConfig
         if config.get(KEY):
             read = ModelConfig.from_dict({key: value for key, value in config.items() if key != KEY})
             return replace(read, quantization=quantization, cache_type=cache_type(config[KEY]))
         if other is not None:
-            return other.from_dict(config)
-        family = _family(config)
+            read = other.from_dict(config)
+            return read
+        family = dense_family(config)
         if config.get("hidden_act") not in (None, "silu"):
             raise refuse("hidden_act", config["hidden_act"], f"the {family} layers here use 'silu'")
         layers, heads = count_of(config, "num_hidden_layers", most=DEEPEST), count_of(config, "num_attention_heads")
@@ -153,7 +134,7 @@ class ModelConfig:
             bos_id=next(iter(token_ids(config, "bos_token_id")), None),
             dtype=_dtype(config),
             mtp_layers=_mtp_layers(config),
-            windows=_windows(config, family, layers, max_position),
+            windows=read_windows(config, family, layers, max_position),
         )
 
     def divided(self, ranks: int) -> Self:
@@ -366,71 +347,10 @@ class ModelConfig:
         return 0
 
 
-def family_modules() -> tuple[str, ...]:
-    """The modules of all families, in the order of the registry."""
-    names = dict.fromkeys(("llama", *(module for _, module, _ in _OTHERS.values())))
-    return tuple(f"specbatch.models.families.{name}" for name in names)
-
-
 def follows_layers(name: str, layers: int) -> bool:
     """Whether a tensor belongs to a layer after the first `layers` ones, where MTP heads are stored."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return found is not None and int(found[1]) >= layers
-
-
-def _other(config: dict[str, Any]) -> type[ModelConfig] | None:
-    """The config class of a family that has its own, None for the dense families."""
-    names, model_type = names_of(config, "architectures"), config.get("model_type")
-    for architecture, (kind, module, name) in _OTHERS.items():
-        if names == [architecture] if names else model_type == kind:
-            if model_type not in (None, kind):
-                raise refuse("model_type", model_type, f"architectures={names!r} goes with {kind!r}")
-            found: type[ModelConfig] = getattr(import_module(f"specbatch.models.families.{module}"), name)
-            return found
-    return None
-
-
-def _family(config: dict[str, Any]) -> str:
-    names, model_type = names_of(config, "architectures"), config.get("model_type")
-    works = f"supported are {', '.join([*FAMILIES, *_OTHERS])}"
-    if names:
-        family = FAMILIES.get(names[0]) if len(names) == 1 else None
-        if family is None:
-            raise refuse("architectures", names, works)
-        if model_type not in (None, family):
-            raise refuse("model_type", model_type, f"architectures={names!r} goes with {family!r}")
-        return family
-    if model_type not in FAMILIES.values():
-        raise refuse("model_type", model_type, works)
-    return str(model_type)
-
-
-def _windows(config: dict[str, Any], family: str, layers: int, positions: int) -> tuple[int | None, ...]:
-    """The window of each layer. Empty if none has one, or if it is not shorter than the longest text."""
-    # Without the key the classes of Mistral have a window of 4096. They do not read use_sliding_window. Qwen configs
-    # state one that is off unless that is true. Llama has none; a config that states one is of another model.
-    mistral = family in ("mistral", "ministral")
-    stated = config.get("sliding_window", 4096 if mistral else None) is not None
-    window = count_of(config, "sliding_window", 4096) if stated else None
-    if not mistral and not flag_of(config, "use_sliding_window", family == "llama"):
-        window = None
-    kinds = names_of(config, "layer_types") if family != "mistral" else None  # whose layers are all of one kind
-    if kinds is None:
-        first = count_of(config, "max_window_layers", 28, least=0) if family in ("qwen2", "qwen3") else 0
-        kinds = [FULL if window is None else SLIDING] * layers
-        kinds[:first] = [FULL] * min(first, layers)
-    if len(kinds) != layers:
-        raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
-    for kind in kinds:
-        if kind not in (FULL, SLIDING):
-            raise refuse("layer_types", kind, f"these families have {FULL!r} and {SLIDING!r} layers")
-    if SLIDING not in kinds:
-        return ()
-    if window is None:
-        raise refuse("sliding_window", None, "layer_types has sliding layers, so it must be a number of tokens in use")
-    if family == "llama":
-        raise refuse("sliding_window", window, "Llama layers have full attention; with a window it is a Mistral")
-    return tuple(window if kind == SLIDING else None for kind in kinds) if window < positions else ()
 
 
 def without_windows(config: ModelConfig, layers: str) -> ModelConfig:
@@ -461,14 +381,3 @@ def shared_out(setting: str, size: int, ranks: int, step: int = 1) -> int:
         each = f", each share a multiple of {step}" if step > 1 else ""
         raise refuse("tensor_parallel", ranks, f"it must divide {setting}={size}{each}")
     return size // ranks
-
-
-def attending(kinds: list[str], layers: int, known: tuple[str, str], family: str) -> tuple[bool, ...]:
-    """Which layers of the list `layer_types` are attention. known: the names of the other kind and of attention;
-    family: start of the error message."""
-    if len(kinds) != layers:
-        raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
-    for kind in kinds:
-        if kind not in known:
-            raise refuse("layer_types", kind, f"{family} {known[0]!r} and {known[1]!r} layers")
-    return tuple(kind == known[1] for kind in kinds)

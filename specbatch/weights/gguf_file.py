@@ -16,8 +16,8 @@ import numpy as np
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.files.config_values import count_of, positive_of
 from specbatch.files.text_files import UnreadableError
-from specbatch.models.config import family_modules
 from specbatch.models.gguf_layout import LAYER_NAMES, GgufLayout, short
+from specbatch.models.registry import family_modules
 
 if TYPE_CHECKING:
     from specbatch.weights.gguf_header import GgufTensor

@@ -34,7 +34,7 @@ def losses(engine, monkeypatch):
     return found
 
 
-def test_advice_of_the_engine(run, tmp_path, prompts, losses, engine):
+def test_advice_of_the_engine(run, tmp_path, prompts, losses, engine, no_plots):
     out = tmp_path / "out"
     words = ("advise", prompts, "--draft-tokens", "1,3", "--concurrency", "1,2", *SHORT, "--output", out)
     result = run(*words)

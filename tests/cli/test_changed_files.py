@@ -16,7 +16,7 @@ from typer.testing import Result
 
 import specbatch
 from specbatch.files.atomic_file import temporary_path
-from specbatch.jobs import batch_job
+from specbatch.jobs import batch_job, missing_rows
 
 LINES = [json.dumps({"prompt": f"a{place}", "id": place}) for place in range(400)]
 ASKED = {"method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "a"}}
@@ -285,7 +285,7 @@ def test_prompts_after_the_first_are_checked_as_they_run(
     run: Any, engine: Any, jsonl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a job begins soon, however long its input is."""
-    monkeypatch.setattr(batch_job, "CHECKED_TOKENS", 4)
+    monkeypatch.setattr(missing_rows, "CHECKED_TOKENS", 4)
     long = {"prompt": "x" * 300}  # the stub takes 256 tokens
     early = run("generate", jsonl({"prompt": "ab"}, long, *([{"prompt": "ab"}] * 9)), "-o", tmp_path / "out.jsonl")
     assert "in.jsonl:2': prompt='300 tokens': too long for the stub (--skip-bad leaves it out)" in ended(early)

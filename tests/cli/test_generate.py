@@ -510,14 +510,3 @@ def test_progress_shows_speed_and_where_an_earlier_run_stopped(engine, jsonl, tm
     assert [done for done, *_ in after][-1] == 4
     assert min(done for done, *_ in after) >= 2
     assert all(" tok/s, " in note and note.endswith(" running") for *_, note in before + after)
-
-
-def test_progress_counts_failed_rows(engine, jsonl, tmp_path):
-    notes = []
-    job = BatchJob.open(
-        jsonl({"prompt": "!fail"}, *PROMPTS), tmp_path / "out.jsonl", EngineConfig(), SamplingParams(max_new_tokens=3)
-    )
-    job.run(engine(EngineConfig()), report=lambda done, total, note="": notes.append((done, total, note)))
-    done, total, note = notes[-1]
-    assert (done, total) == (5, 5)
-    assert note.startswith("1 failed, ")

@@ -181,7 +181,7 @@ def test_total_of_tokens_ends_the_job_and_the_same_command_continues(generate, t
 def test_time_limit_ends_the_job(generate, engine, monkeypatch, tmp_path):
     clock = itertools.count(0, 5)
     with monkeypatch.context() as patch:
-        patch.setattr("specbatch.jobs.batch_job.time.monotonic", lambda: next(clock))
+        patch.setattr("specbatch.jobs.job_run.time.monotonic", lambda: next(clock))
         result = generate("--time-limit 1m --max-new-tokens 2")
     assert result.exit_code == 3
     assert "stopped by --time-limit; kept " in result.stderr

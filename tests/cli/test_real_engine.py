@@ -190,7 +190,7 @@ def test_dry_run_loads_and_writes_nothing(run):
     assert any(line.startswith("* v2: ") and "KV pages" in line for line in lines)
 
 
-def test_dry_run_lists_points_of_servers_without_times(run):
+def test_dry_run_lists_points_of_servers_without_times(run, known_speeds):
     server = 'engine = "http"\nbase-url = "http://127.0.0.1:9"\n'
     Path("grid.toml").write_text(f'[ours]\nspec = "off"\n\n[sglang]\n{server}\n[vllm]\n{server}')
     words = "--concurrency 1,2 --repeats 1 --input-len 9 --output-len 4 --configs grid.toml --out out --dry-run"

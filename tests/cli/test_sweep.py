@@ -129,7 +129,7 @@ def no_room_for_v1(engine):
     return reasons
 
 
-def test_failed_configuration_does_not_end_the_sweep(sweep, run, engine, no_room_for_v1, tmp_path):
+def test_failed_configuration_does_not_end_the_sweep(sweep, run, engine, no_room_for_v1, tmp_path, no_plots):
     result = sweep("--concurrency 1,2 --json")
     assert result.exit_code == 1, result.output
     assert result.stderr.count("v1: kv_pages=9: out of memory") == 1
@@ -357,7 +357,7 @@ def test_rounds_are_added_until_the_ratios_are_precise(sweep, run, monkeypatch, 
     assert (row.ratio_high - row.ratio_low) / 2 == pytest.approx(known)
 
 
-def test_a_sweep_ends_with_the_report(sweep, run, tmp_path, plots):
+def test_a_sweep_ends_with_the_report(sweep, run, tmp_path, plots, request):
     """The files of `specbatch report`, and again where an interrupted sweep goes on."""
     out = tmp_path / "out"
     result = sweep("--concurrency 1 --json")
@@ -370,6 +370,7 @@ def test_a_sweep_ends_with_the_report(sweep, run, tmp_path, plots):
     assert "<svg" in (out / "report.html").read_text()
     assert run("report", out).exit_code == 0
     assert {name: (out / name).read_bytes() for name in made} == made
+    request.getfixturevalue("no_plots")  # which take most of the time
     (out / "report.html").unlink()
     (out / "v2/c1/r1/record.json").unlink()
     result = sweep("--concurrency 1")

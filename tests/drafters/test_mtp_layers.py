@@ -32,7 +32,7 @@ def test_shared_pages_hold_the_keys_of_all_layers(targets: Targets, how: dict[st
         text = torch.tensor([*item.prompt_token_ids, *item.token_ids])
         pages = torch.tensor([node.page for node in cached.path(text.tolist(), len(text))])
         assert len(text) - 7 <= len(pages) < len(text), "the newest positions may be missing, but no others"
-        written = torch.tensor([int(page) not in engine.parts.scheduler.undrafted for page in pages])
+        written = torch.tensor([int(page) not in engine.parts.scheduler.draft_kv.undrafted for page in pages])
         assert how or written.all()
         hidden = features_of(model, text).last
         for depth in range(3):

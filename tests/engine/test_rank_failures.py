@@ -51,7 +51,7 @@ def built(targets: Targets) -> Engine:
     return targets.engine("llama", "ngram", tensor_parallel=2)
 
 
-@pytest.mark.parametrize("place", ["_load", "_record_graphs"])
+@pytest.mark.parametrize("place", ["_load", "record_graphs"])
 def test_a_rank_that_cannot_be_built_is_named(targets: Targets, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     thread_group(monkeypatch)
     message = "rank 1 failed: ZeroDivisionError: of a test; "

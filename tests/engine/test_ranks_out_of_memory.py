@@ -104,7 +104,7 @@ BUILDING = {
         "_scheduler",
         r"use a lower memory_fraction \(0.8 now\), kv_pages \(48\), max_run",
     ),
-    "warming up and recording graphs": (builder, "_record_graphs", r"use a lower memory_fraction \(0.8 now\), max_run"),
+    "warming up and recording graphs": (builder, "record_graphs", r"use a lower memory_fraction \(0.8 now\), max_run"),
 }
 
 

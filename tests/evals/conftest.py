@@ -17,7 +17,7 @@ import torch
 import transformers as hf
 from checkpoints import tokenizer as bytes_and_merges
 
-from specbatch.config.engine_config import EngineConfig
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.core.output_text import OutputText
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.engine.scoring import Likelihood, OnScore
@@ -80,7 +80,7 @@ class FakeEngine:
     """
 
     def __init__(self, reply: Reply, *, max_model_len: int = 100_000) -> None:
-        self.config = EngineConfig()
+        self.config = EngineConfig(graphs=Graphs())  # an engine on a CPU resolves those of "auto"
         self.tokenizer = FakeTokenizer()
         self.caps: dict[str, Any] = {"max_model_len": max_model_len, "dtype": "float32", "device": "cpu"}
         self.reply = reply

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from echo import Echo
 from fuzzing import Fuzz
 from mutate import dump_json, mutate_bytes, mutate_value
 from openai_types import ErrorLine, OutputLine
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import Completion, RequestMetrics, SamplingParams
-from specbatch.engine.requests.open_requests import StreamEvent
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.core.request import SamplingParams
+from specbatch.errors import SpecbatchError
 from specbatch.jobs.batch_job import BatchJob
 from specbatch.jobs.job_settings import JobSettings
-from specbatch.text.tokenizer import ByteTokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
 COMMON = {"model": "m", "max_tokens": 5, "temperature": 0.7, "top_p": 0.9, "n": 2, "stop": ["a"], "seed": 3}
@@ -44,33 +42,6 @@ PROMPTS = [
     {"prompt_token_ids": [3, 4, 5], "id": "x"},
     {"question": "How many?", "sampling": {"seed": 4, "min_tokens": 2}},
 ]
-
-
-class Echo:
-    """An engine that answers with the last token of the prompt."""
-
-    def __init__(self) -> None:
-        self.tokenizer = ByteTokenizer(300)
-        self.caps = {"max_model_len": 64, "kv_pages": 64, "page_size": 16, "verify_slots": 1}
-        self.prompts = 0
-
-    def check(self, tokens: list[int], params: SamplingParams, index: int = 0) -> None:
-        if not tokens or len(tokens) + params.max_new_tokens > 64 or not 0 <= min(tokens) <= max(tokens) < 300:
-            raise refuse(f"prompt {index}", len(tokens), "does not fit")
-
-    def stream(
-        self, prompts: Iterable[list[int]], params: Iterable[SamplingParams], *, concurrency: int | None, text: bool
-    ) -> Iterator[StreamEvent]:
-        for index, (tokens, own) in enumerate(zip(prompts, params, strict=False)):
-            self.prompts += 1
-            for sample in range(own.n):
-                answer = [tokens[-1]] * own.max_new_tokens
-                metrics = RequestMetrics(prompt_tokens=len(tokens), output_tokens=len(answer))
-                done = Completion(index, tokens, answer, self.tokenizer.decode(answer), "length", metrics)
-                done.sample = sample
-                done.logprobs = [-1.0] * len(answer) if own.logprobs else None
-                done.top_logprobs = [{token: -1.0} for token in answer] if own.top_logprobs else None
-                yield StreamEvent(index, answer, done, sample=sample)
 
 
 def mutated(random: Random, rows: list[dict[str, Any]]) -> list[bytes]:

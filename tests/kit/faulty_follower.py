@@ -49,7 +49,7 @@ def load() -> None:
 
 
 def capture() -> None:
-    builder._record_graphs = _raising(RuntimeError("operation not permitted when stream is capturing"))
+    builder.record_graphs = _raising(RuntimeError("operation not permitted when stream is capturing"))
 
 
 def launch() -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
-from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.engine_config import AUTO_GRAPHS, EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.evals.report import EvalReport
@@ -20,6 +20,12 @@ def metrics_of(*, verifies: int = 10, emitted: int = 20, ttft: float = 0.1, **mo
         prompt_tokens=8, output_tokens=emitted + 1, ttft_s=ttft, tpot_s=tpot, e2e_s=1.0, verify_steps=verifies,
         emitted=emitted, drafted=40, accepted=emitted - verifies, accept_length=emitted / verifies, **more,
     )  # fmt: skip
+
+
+def _resolved(config: EngineConfig | None) -> EngineConfig:
+    """The config as an engine on a CPU records it: without graphs, where they are chosen."""
+    config = config or EngineConfig(speculation=Speculation("ngram", "v1"))
+    return replace(config, graphs=Graphs()) if config.graphs == AUTO_GRAPHS else config
 
 
 def make_record(
@@ -39,7 +45,7 @@ def make_record(
     place = {"configuration": configuration, "concurrency": concurrency, "repeat": repeat, "place": 0}
     workload = {"dataset": "random", "output_len": 4, "prompts": len(rows), "prompts_sha256": "same", **work}
     return RunRecord(
-        config=asdict(config or EngineConfig(speculation=Speculation("ngram", "v1"), graphs=Graphs())),
+        config=asdict(_resolved(config)),
         caps={"device": "cpu", "dtype": "float32", "max_running": 4},
         metrics=summarize(done, duration, concurrency),
         counters={},
@@ -55,7 +61,7 @@ def make_report(right: str, *, unparsed: float = 0.0, config: EngineConfig | Non
     """Answers to one question per letter of `right`: 1 is right. The filter "strict" finds the others right."""
     numbers = RequestMetrics(output_tokens=11, ttft_s=0.1, tpot_s=0.01, verify_steps=5, emitted=10, accept_length=2.0)
     done = [Completion(index, [], [], "", "stop", numbers) for index in range(len(right))]
-    config = config or EngineConfig(speculation=Speculation("ngram", "v1"), graphs=Graphs())
+    config = _resolved(config)
     record = RunRecord(
         asdict(config), {"device": "cpu", "dtype": "float32"}, summarize(done, 2.0), {},
         [item.as_row() for item in done], versions={}, hardware={"cpu": "abacus", "cores": 2},

@@ -15,28 +15,38 @@ def files_naming(name: str) -> set[str]:
     """Paths of the product files whose code has `name` as a word of an identifier, of an import or of a string.
     Underscores and dots separate words; comments and docstrings do not count."""
     word = re.compile(rf"(?<![a-zA-Z0-9]){re.escape(name)}(?![a-zA-Z0-9])")
-    return {path for path, texts in _texts().items() if any(word.search(text) for text in texts)}
+    parts = name.split(".")  # of an import, in two places of a statement
+    some = [path for path, source in _sources().items() if all(part in source for part in parts)]  # few to be parsed
+    return {path for path in some if any(word.search(text) for text in _texts_of(path))}
 
 
 @cache
-def _texts() -> dict[str, frozenset[str]]:
-    """By file, its identifiers, the modules that it imports and its strings."""
+def _sources() -> dict[str, str]:
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    return {path.relative_to(ROOT).as_posix(): frozenset(_texts_of(path)) for path in paths}
+    return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
-def _texts_of(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        for field in ("id", "name", "attr", "arg", "module", "asname"):
-            if isinstance(text := getattr(node, field, None), str):
-                found.add(text)
+# Kind of node -> its fields with identifiers and modules.
+_NAMES = {
+    kind: [field for field in kind._fields if field in ("id", "name", "attr", "arg", "module", "asname")]
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+}
+
+
+@cache
+def _texts_of(path: str) -> frozenset[str]:
+    """The identifiers of a file, the modules that it imports and its strings."""
+    found, docstrings = set[str](), set[str]()
+    for node in ast.walk(ast.parse(_sources()[path])):
+        found |= {text for field in _NAMES[type(node)] if isinstance(text := getattr(node, field), str)}
         if isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{item.name}" for item in node.names}
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
-    return found - {text for node in ast.walk(tree) for text in _docstring(node)}
+        elif isinstance(node, ast.Expr):
+            docstrings.update(_docstring(node))
+    return frozenset(found - docstrings)
 
 
 def _docstring(node: ast.AST) -> list[str]:

@@ -293,6 +293,14 @@ def head_weights(shapes: dict[str, tuple[int, ...]], join: str, shift: float) ->
 LONGEST = 20
 
 
+def _guessed(start: list[int], length: int) -> list[int]:
+    """A text that goes on as the embedding of `TargetCheckpoint` predicts."""
+    text = [*start]
+    while len(text) < length:
+        text.append(min(text[-1] // 4 * 4 + (text[-1] + 1) % 4, SIZES["vocab_size"] - 1))
+    return text
+
+
 class Targets:
     """`TARGETS` with naive decoding, and engines over them."""
 
@@ -333,25 +341,37 @@ class Targets:
 
     @cache  # noqa: B019
     def _decoded(self, name: str) -> list[tuple[list[int], list[int]]]:
-        """Recomputes the whole texts for every token; keeps prompts where no two tokens are almost tied."""
+        """Keeps prompts where no two tokens are almost tied."""
         generator = torch.Generator().manual_seed(3)
         shared = torch.randint(3, 37, (9,), generator=generator).tolist()
         drawn = [torch.randint(3, 37, (n,), generator=generator).tolist() for n in (11, 10, 5, 8, 1, 3, 7, 2)]
         starts = [*([*shared, 5 * n, 9] for n in range(5)), *drawn]
         kept: tuple[list[Any], list[Any]] = [], []
         for some in ([0, 1, 2, 5, 6, 7, 8, 9], [3, 4, 10, 11, 12]):  # the second half where too few of the first are
-            texts, clear = [list(starts[place]) for place in some], torch.ones(len(some), dtype=torch.bool)
-            for _ in range(LONGEST):
-                best = torch.stack([logits[-1] for logits in self.logits(name, texts)]).topk(2)
-                clear &= best.values[:, 0] - best.values[:, 1] > 0.005
-                for text, token in zip(texts, best.indices[:, 0].tolist(), strict=True):
-                    text.append(token)
-            for place, text, is_clear in zip(some, texts, clear.tolist(), strict=True):
+            for place, (tokens, is_clear) in zip(some, self._continued(name, [starts[at] for at in some]), strict=True):
                 if is_clear:
-                    kept[place >= 5].append((starts[place], text[len(starts[place]) :]))
+                    kept[place >= 5].append((starts[place], tokens))
             if len(kept[0]) >= 2 and len(kept[1]) >= 4:
                 return [*kept[1][:2], *kept[0][:2], *kept[1][2:4]]
         raise AssertionError(f"{name}: too few prompts without tokens that are almost tied")
+
+    def _continued(self, name: str, starts: list[list[int]]) -> list[tuple[list[int], bool]]:
+        """The greedy continuation of each text by `LONGEST` tokens, and whether all of its tokens are clear. Guesses
+        how texts go on, and corrects the first wrong token of each until a pass over the whole texts confirms all."""
+        texts, known = [_guessed(start, len(start) + LONGEST) for start in starts], list(map(len, starts))
+        while True:
+            found = [
+                logits[len(start) - 1 : -1] for start, logits in zip(starts, self.logits(name, texts), strict=True)
+            ]
+            if all(count == len(text) for count, text in zip(known, texts, strict=True)):
+                margins = [-logits.topk(2).values.diff()[:, 0] for logits in found]
+                ends = zip(starts, texts, margins, strict=True)
+                return [(text[len(start) :], bool((margin > 0.005).all())) for start, text, margin in ends]
+            for place, (start, logits) in enumerate(zip(starts, found, strict=True)):
+                text, best = texts[place], [*start, *logits.argmax(-1).tolist()]
+                right = next((at for at in range(len(text)) if text[at] != best[at]), len(text) - 1)
+                known[place] = right + 1  # the first wrong one is corrected
+                texts[place] = _guessed([*text[:right], best[right]], len(text))
 
     def engine(
         self,

@@ -173,14 +173,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000: .* up to 10000"),
     ("qwen2", {"quantization_config": ["x"]}, "quantization_config="),
     ("eagle3", {"eagle_config": {"use_last_layernorm": "no"}}, "use_last_layernorm='no'"),
-    (
-        "llama",
-        {"architectures": ["PhiForCausalLM"]},
-        "architectures=.*PhiForCausalLM.*LlamaForCausalLM.*MistralForCausalLM",
-    ),
-    ("llama", {"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
-    ("llama", {"architectures": None, "model_type": "mamba"}, "model_type='mamba'"),
-    ("llama", {"model_type": "mistral"}, "model_type='mistral'"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type='longrope'"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type='dynamic'"),
@@ -189,13 +181,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, "sliding_attention"),
     ("llama", {"rope_theta": "1e6"}, "rope_theta='1e6'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ("llama", {"sliding_window": 4096}, "sliding_window=4096"),
-    ("llama", {"sliding_window": 64, "layer_types": ["sliding_attention"] * 4}, "sliding_window=64"),
-    ("qwen2", {"sliding_window": 0, "use_sliding_window": True}, "sliding_window=0"),
-    ("qwen3", {"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding_window=None"),
-    ("qwen3", {"layer_types": ["full_attention"] * 3 + ["chunked_attention"]}, "layer_types='chunked_attention'"),
     ("eagle", {"architectures": ["MistralForCausalLMEagle"], "sliding_window": 9}, "sliding_window=9.*draft head"),
-    ("qwen3", {"layer_types": ["full_attention"]}, "layer_types='1 entries'"),
     (
         "llama",
         {"quantization_config": {"quant_method": "bitsandbytes"}},
@@ -287,29 +273,6 @@ def test_defaults_of_dense_families() -> None:
     assert read_dense("qwen2", architectures=None).family == "qwen2"
 
 
-def test_windows_of_layers() -> None:
-    """As the configs of transformers have them, with the defaults of their classes."""
-
-    def read(family: str, **changes: Any) -> tuple[int | None, ...]:
-        described = {"architectures": None, "model_type": family, "max_position_embeddings": 8192}
-        return read_dense(**described | changes).windows
-
-    some = ["full_attention", "sliding_attention"] * 2
-    used = {"use_sliding_window": True, "sliding_window": 64}
-    assert read("mistral", sliding_window=64) == (64,) * 4
-    assert read("mistral") == (4096,) * 4
-    assert read("mistral", sliding_window=64, layer_types=some) == (64,) * 4  # its class has one kind of layer
-    assert read("mistral", sliding_window=64, use_sliding_window=False) == (64,) * 4  # which it does not read
-    assert read("ministral", sliding_window=64, layer_types=some) == (None, 64, None, 64)
-    assert read("qwen2", **used, max_window_layers=3) == (None, None, None, 64)
-    assert read("qwen3", **used, layer_types=some) == (None, 64, None, 64)
-    moe = SIZES | TARGETS["qwen3-moe"] | {"sliding_window": 9, "layer_types": some, "max_window_layers": 3}
-    assert ModelConfig.from_dict(moe | {"use_sliding_window": True}).windows == (9,) * 4
-    assert ModelConfig.from_dict(moe).windows == ()
-    for off in ({"sliding_window": None}, {"sliding_window": 8192}, {"max_position_embeddings": 512}):
-        assert read("mistral", **off) == ()
-
-
 def test_ropes_of_configs_with_some_of_the_keys() -> None:
     scaling, other = ({"rope_type": "linear", "factor": factor} for factor in (2.0, 3.0))
     rope = ModelConfig.from_dict(SIZES | TARGETS["lfm2"] | {"rope_scaling": scaling}).rope
@@ -321,21 +284,6 @@ def test_ropes_of_configs_with_some_of_the_keys() -> None:
     for name, value in (("deepseek-v2", True), ("deepseek-v3", False)):
         config = ModelConfig.from_dict(SIZES | TARGETS[name] | {"rope_interleave": False})
         assert getattr(config, "interleaved") is value  # noqa: B009
-
-
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    [
-        ("qwen2", {"sliding_window": 4096, "max_window_layers": 1, "use_sliding_window": False}),
-        (
-            "qwen2",
-            {"sliding_window": 4096, "max_window_layers": SIZES["num_hidden_layers"], "use_sliding_window": True},
-        ),
-        ("qwen3", {"layer_types": ["full_attention"] * SIZES["num_hidden_layers"]}),
-    ],
-)
-def test_disabled_sliding_window_is_ignored(family: str, changes: dict[str, Any]) -> None:
-    assert read_dense(family, **changes) == read_dense(family)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from named_in import files_naming
 from targets import TARGETS
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
-from specbatch.models.config import FAMILIES, family_modules
 from specbatch.models.formats.registry import FORMATS
+from specbatch.models.registry import FAMILIES, family_modules
 
 COMMANDS = (
     *("specbatch/cli/advise.py", "specbatch/cli/options.py"),
@@ -85,6 +85,7 @@ FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
                 "models/heads/eagle3", "training/eagle", "training/eagle3",
             )
         ),
+        "the dense families share a config": ("specbatch/models/config.py", "specbatch/models/layer_types.py"),
         "a tool and a tokenizer of GGUF": tuple(f"specbatch/weights/gguf_{name}.py" for name in ("file", "tokenizer")),
         "the benchmark beside llama.cpp": ("sweeps/microbench/__main__.py", "sweeps/microbench/cpu_llama.py"),
         "a server and a model of benchmarks": (
@@ -147,14 +148,14 @@ def test_files_that_name_an_algorithm(name: str) -> None:
     "architecture", sorted(FAMILIES.keys() | {name for item in TARGETS.values() for name in item["architectures"]})
 )
 def test_files_that_name_an_architecture(architecture: str) -> None:
-    found = unexplained(architecture, {"specbatch/models/config.py"}, ARCHITECTURE_IN.get(architecture, {}))
+    found = unexplained(architecture, {"specbatch/models/registry.py"}, ARCHITECTURE_IN.get(architecture, {}))
     assert {path for path in found if not path.startswith("specbatch/models/families/")} == set()
 
 
 @pytest.mark.parametrize("module", family_modules())
 def test_files_that_name_a_family(module: str) -> None:
     name = module.rpartition(".")[2]
-    found = unexplained(name, {"specbatch/models/config.py"}, FAMILY_IN.get(name, {}))
+    found = unexplained(name, {"specbatch/models/registry.py"}, FAMILY_IN.get(name, {}))
     assert {path for path in found if not path.startswith("specbatch/models/families/")} == set()  # some extend others
 
 

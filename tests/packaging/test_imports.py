@@ -12,7 +12,7 @@ BY_NAME = {
     "specbatch/__init__.py": "public names, loaded when they are first used",
     "specbatch/drafters/mtp.py": "the MTP head of a family",
     "specbatch/engine/setup/prepare.py": "drafters, from the registry of algorithms",
-    "specbatch/models/config.py": "families",
+    "specbatch/models/registry.py": "families",
     "specbatch/models/decoder.py": "families",
     "specbatch/models/heads/layer_mtp.py": "the layers of a family",
     "specbatch/training/trainer.py": "trainable heads, from the registry of algorithms",

@@ -211,7 +211,7 @@ def test_a_grid_with_several_numbers_of_replicas(run: Run) -> None:
     assert "* replicas: a: 2; b: 1" in result.stdout
 
 
-def test_a_dry_run_plans_the_memory_of_a_replica(run: Run) -> None:
+def test_a_dry_run_plans_the_memory_of_a_replica(run: Run, known_speeds: None) -> None:
     result = run(2, "sweep", "--dry-run", "--concurrency", "4", "--input-len", 9, "--output-len", 30)
     assert result.exit_code == 0, result.output
     assert "of each replica of" in result.stdout

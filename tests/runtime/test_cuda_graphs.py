@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -47,13 +45,6 @@ SAMPLED = SamplingParams(temperature=0.8, seed=3, max_new_tokens=6, ignore_eos=T
 
 def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_new_tokens=count, ignore_eos=True)
-
-
-@pytest.fixture
-def graph_engine(toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Engines with whole decode graphs and piecewise prefill graphs."""
-    fake_graphs(monkeypatch)
-    return partial(toy_engine, graphs=Graphs(decode="whole", prefill="piecewise"), prefill_chunk=48)
 
 
 @pytest.mark.parametrize("name", ["none", "self-tree", "eagle3", "block"])
@@ -250,28 +241,6 @@ def test_layers_that_are_alike_are_warmed_once(graph_engine: Callable[..., Any])
     assert len(worker.decode_step.model.layers) == 4
     assert forward.unlike(4) == [0, 2, 3]  # the one before the last layer has another program after it
     assert forward.unlike(1) == [0]
-
-
-def test_log_says_how_long_the_start_took(graph_engine: Callable[..., Any]) -> None:
-    lines: list[str] = []
-    caps = graph_engine(log=lines.append).caps
-    [line] = [line for line in lines if line.startswith("start-up: ")]
-    parts = r"load \d+\.\d s, compile \d+\.\d s, record \d+\.\d s, other \d+\.\d s"
-    assert re.fullmatch(rf"start-up: \d+\.\d s \({parts}\)", line)
-    assert min(caps[name] for name in ("load_s", "compile_s", "capture_s")) >= 0
-
-
-def test_progress_of_recording_is_reported(graph_engine: Callable[..., Any]) -> None:
-    seen: list[tuple[int, int]] = []
-    lines: list[str] = []
-    report = lambda *progress: seen.append(progress)  # noqa: E731
-    engine = graph_engine(log=lines.append, max_running=3, prefill_chunk=40, report=report)
-    total = len(batch_buckets(3)) + len(token_buckets(40))
-    layers = engine.model_config.num_layers  # are loaded before
-    assert seen[layers:] == [(layers + done, layers + total) for done in range(total + 1)]
-    assert any(line.startswith(f"graphs: {total} buckets recorded in ") for line in lines)
-    assert engine.caps["capture_s"] > 0
-    assert any("graphs" in line and "estimate" in line for line in lines)
 
 
 def test_only_a_prompt_with_nan_logits_fails(graph_engine: Callable[..., Any]) -> None:
@@ -508,78 +477,6 @@ def test_long_passes_are_recorded_where_the_host_is_slower_than_the_device() -> 
     assert {hidden: recorded_tokens(16_384, hidden) for hidden in sizes} == sizes
     assert recorded_tokens(16_384, 4096, ranks=2) == 4096
     assert recorded_tokens(48, 4096) == 48
-
-
-def test_long_passes_run_without_graphs_and_are_counted(
-    toy: Any, graph_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [list(prompt) for prompt in toy.prompts()[:7]]
-    expected = graph_engine(speculation=SPECULATIONS["eagle3"]).generate(prompts, SAMPLED)
-    monkeypatch.setattr("specbatch.engine.setup.builder.recorded_tokens", lambda chunk, *_: min(chunk, 24))
-    lines: list[str] = []
-    engine = graph_engine(speculation=SPECULATIONS["eagle3"], log=lines.append)
-    assert "prefill passes of more than 24 tokens run without graphs, which would not make them faster" in lines
-    found = engine.generate(prompts, SAMPLED)
-    assert [item.token_ids for item in found] == [item.token_ids for item in expected]
-    graphs = engine.record().counters["graphs"]
-    for role in ("target_prefill", "draft_prefill"):
-        assert graphs[role]["fallbacks"]["long pass"] > 0
-        assert (
-            graphs[role]["replays"] + graphs[role]["fallbacks"]["long pass"]
-            == engine.record().counters["prefill_passes"]
-        )
-    engine.generate([[3, 4]], SAMPLED)
-    assert engine.record().counters["graphs"]["target_prefill"]["replays"] > graphs["target_prefill"]["replays"]
-
-
-def recorder_without_memory(fails: Callable[[int], bool]) -> type[FakeRecorder]:
-    """Recordings run out of memory whose number, in the order in which they are made, is one that fails."""
-
-    class Recorder(FakeRecorder):
-        def record(self, program: Program) -> Program:
-            replay = super().record(program)
-            if fails(self.recorded):
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
-            return replay
-
-    return Recorder
-
-
-@pytest.mark.parametrize("failing", [1, 2])
-def test_what_memory_does_not_suffice_for_is_not_recorded(
-    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
-    prompts = [list(prompt) for prompt in toy.prompts()[:9]]
-    fake_graphs(monkeypatch)
-    expected = toy_engine(max_running=8, graphs=Graphs(decode="whole")).generate(prompts, SAMPLED)
-    fake_graphs(monkeypatch, recorder_without_memory(lambda number: number == failing))
-    lines: list[str] = []
-    engine = toy_engine(max_running=8, graphs=Graphs(decode="whole"), log=lines.append)
-    assert engine.caps["max_running"] == 4
-    assert "max_running: 4 (lowered from 8: there was no memory for the graphs of more)" in lines
-    assert any(
-        line.startswith("graphs of 8 requests or tokens are not recorded: memory_fraction=0.8") for line in lines
-    )
-    found = engine.generate(prompts, SAMPLED)
-    assert [item.token_ids for item in found] == [item.token_ids for item in expected]
-    record = engine.record()
-    assert record.caps["max_running"] == 4
-    assert max(map(int, record.counters["steps_by_rows"])) == 4
-    assert not record.counters["graphs"]["decode"]["fallbacks"]
-
-
-def test_prefill_passes_that_are_not_recorded_run_without_graphs(
-    toy: Any, toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [list(prompt) for prompt in toy.prompts()[:9]]
-    fake_graphs(monkeypatch, recorder_without_memory(lambda number: number == 1))
-    engine = toy_engine(graphs=Graphs(prefill="piecewise"), prefill_chunk=48)
-    assert engine.caps["max_running"] == 8
-    expected = toy_engine(prefill_chunk=48).generate(prompts, SAMPLED)
-    assert [item.token_ids for item in engine.generate(prompts, SAMPLED)] == [item.token_ids for item in expected]
-    graphs = engine.record().counters["graphs"]["target_prefill"]
-    assert graphs["fallbacks"]["long pass"] > 0
-    assert graphs["replays"] > 0
 
 
 @pytest.mark.parametrize(("name", "kind"), [("none", "decode"), ("self", "prefill"), ("eagle3", "prefill")])

@@ -30,7 +30,7 @@ from specbatch.kernels.attention.deterministic.span_attention_triton import (
 from specbatch.kernels.attention.qkv import write_latent
 from specbatch.kernels.attention.queries import LOG2E, AttentionInputs, DecodeQueries, LatentLayout, Mask
 from specbatch.kernels.attention.ragged_batch import RaggedBatch
-from specbatch.kernels.attention.stored_kv_triton import power_of_two
+from specbatch.kernels.attention.stored_kv_triton import latent_scales, power_of_two
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import cdiv, multiprocessors, next_power_of_2, tile_side
 from specbatch.kernels.common.workspace import reserve
@@ -145,12 +145,7 @@ def span_latents_kernel(
         share = tl.cdiv(tl.cdiv(high, SPAN), tl.num_programs(2)) * SPAN
         low, high = split * share, tl.minimum((split + 1) * share, high)
 
-    latent_scale, turned_scale = scale, scale
-    if v_scale is not None:  # latents are keys, too
-        latent_scale = scale * tl.load(v_scale)
-    if k_scale is not None:
-        turned_scale = scale * tl.load(k_scale)
-    ratio = latent_scale / turned_scale
+    turned_scale, ratio = latent_scales(scale, k_scale, v_scale)
     if (k_cache.dtype.element_ty == tl.float8e4nv) & (queries.dtype == tl.bfloat16):  # see `stored_kv_triton`
         largest = tl.max(tl.abs(turned_queries.to(tl.float32)), 0)
         largest = tl.maximum(largest, tl.max(tl.abs(queries.to(tl.float32)), 0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, power_of_two
+from specbatch.kernels.attention.stored_kv_triton import fp8_pairs, latent_scales, power_of_two
 from specbatch.kernels.common.e4m3_triton import dequantize_e4m3
 
 
@@ -24,12 +24,7 @@ def attend_latents(
     BLOCK_R: tl.constexpr = q_latent.shape[1]
     column, turning = tl.arange(0, BLOCK_R), tl.arange(0, q_turned.shape[1])
     inside, turns = column < RANK, turning < ROPE
-    latent_scale, turned_scale = scale, scale
-    if v_scale is not None:  # latents are keys, too
-        latent_scale = scale * tl.load(v_scale)
-    if k_scale is not None:
-        turned_scale = scale * tl.load(k_scale)
-    ratio = latent_scale / turned_scale
+    turned_scale, ratio = latent_scales(scale, k_scale, v_scale)
     # In FP8, a warp's instructions take keys from registers in float16 (`stored_kv_triton`). Those of a warpgroup (64
     # rows) take them, and queries as they are, from shared memory.
     FP8: tl.constexpr = v_cache.dtype.element_ty == tl.float8e4nv

@@ -14,7 +14,8 @@ from specbatch.core.request import Logprobs, Request
 from specbatch.core.sampling_flags import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.schedule.draft_length import Choice, DraftLength, Requests
-from specbatch.engine.schedule.scheduler import ScheduledChunk, ScheduledRequest, Scheduler
+from specbatch.engine.schedule.plans import ScheduledChunk, ScheduledRequest
+from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.schedule.smaller_batch import Launch
 from specbatch.engine.schedule.worker_calls import admission, prefill_work, scored
 from specbatch.memory.shared_prefixes import PrefixGroups
@@ -255,12 +256,13 @@ class Runner:
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
         contexts, left = zip(*((len(chunk.request.tokens), _left(chunk.request)) for chunk in chunks), strict=True)
         drafts = self._draft_length.drafts_prompts(self.scheduler.expected, contexts, left, tokens)
-        self.scheduler.prompts_launched(chunks, drafts=drafts)
+        self.scheduler.draft_kv.prompts_launched(chunks, drafts=drafts)
         return drafts
 
     def _describe(self, scheduled: Sequence[ScheduledRequest]) -> Requests:
         requests = [item.request for item in scheduled]
-        missing = [self.scheduler.lacking(request) for request in requests] if self._lags else [0] * len(requests)
+        draft_kv = self.scheduler.draft_kv
+        missing = [draft_kv.lacking(request) for request in requests] if self._lags else [0] * len(requests)
         shared = 0 if self._sharing is None else self._sharing.saved  # of the step before, which had nearly the same
         contexts, left = [request.committed for request in requests], list(map(_left, requests))
         return Requests(contexts, missing, left, shared, self.scheduler.expected)
@@ -270,7 +272,7 @@ class Runner:
         num_drafts, members = choice.num_drafts, requests
         if self._lags:
             members = requests[:drafting]
-            self.scheduler.draft_idles(requests[drafting:])
+            self.scheduler.draft_kv.idles(requests[drafting:])
             if not members:
                 return False
         fewer, self._num_drafts = num_drafts < self._num_drafts, num_drafts
@@ -279,7 +281,7 @@ class Runner:
             self._worker.shorten([*(item.slot for item in members), *[0] * padding], num_drafts, bound)
         if not self._lags or choice.timing:
             return fewer
-        chunks = self.scheduler.plan_catch_up(members, self._own)
+        chunks = self.scheduler.draft_kv.plan_catch_up(members, self._own)
         if chunks:
             step, most = self.launch, self.scheduler.prefill_chunk
             tokens = min(sum(chunk.end - chunk.start for chunk in chunks), most)

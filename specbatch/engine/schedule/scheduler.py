@@ -4,60 +4,21 @@ Each request has two lengths: `committed` is its KV length by the last result th
 reserved for the most that iterations in flight and the next one can write. No page is freed before the request is
 finished, and whatever a new owner writes is launched after the old owner's last write.
 
-Only the scheduler writes the scheduling fields of a `Request`.
+Only the scheduler and its `DraftKV` write the scheduling fields of a `Request`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from specbatch.core.request import Request
+from specbatch.engine.schedule.draft_kv import DraftKV
+from specbatch.engine.schedule.plans import DecodePlan, PrefillPlan, ScheduledChunk, ScheduledRequest
 from specbatch.memory.grammar_pool import GrammarPool
 from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.shared_prefixes import PrefixGroups, SharedPrefixPlanner
 from specbatch.memory.state_cache import Found, StateCache
-
-
-@dataclass(frozen=True)
-class ScheduledRequest:
-    """A request in one launch. Its result is void if `epoch` is no longer the request's."""
-
-    request: Request
-    epoch: int
-    slot: int
-
-
-@dataclass(frozen=True)
-class ScheduledChunk(ScheduledRequest):
-    """Tokens start..end-1 of a request, computed in one pass; `last` if the prompt is complete after it."""
-
-    start: int
-    end: int
-    last: bool
-
-
-@dataclass
-class PrefillPlan:
-    """One pass. loads: (cached state, slot) of requests that start from a cached state; saves: (slot, cached state) to
-    store after the pass."""
-
-    admitted: list[Request] = field(default_factory=list)
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    loads: list[tuple[int, int]] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)
-
-
-@dataclass
-class DecodePlan:
-    """One decode step. new_pages: (slot, index in its page row, page) reserved since the last plan, and page 0 in place
-    of freed ones; bound: no KV is longer than this after the step."""
-
-    requests: list[ScheduledRequest]
-    new_pages: list[tuple[int, int, int]]
-    bound: int
 
 
 class OutOfPagesError(Exception):
@@ -112,7 +73,7 @@ class Scheduler:
         self._running: dict[Request, ScheduledRequest] = {}
         self._new_pages: dict[tuple[int, int], int] = {}  # by slot and place: not yet handed to the device
         self._lacks_pages = False  # or a place for its grammar, for the next request that waits
-        self.undrafted: set[int] = set()  # pages of prefixes for which the draft has not run
+        self.draft_kv = DraftKV(page_size, uncached_tail)
 
     @property
     def unfinished(self) -> int:
@@ -183,8 +144,7 @@ class Scheduler:
             return False
         request.shared = len(shared)
         request.pages = shared + self._allocate(need)
-        lacking = self._first_undrafted(request, 0)
-        request.draft_kv_valid_until = None if lacking is None else lacking * self._page_size
+        self.draft_kv.admitted(request)
         request.most_pages = self._pages_for(reserved_length(request.most_tokens, self.kv_slots_per_step))
         request.slot = self.free_slots.pop()
         request.prefilled = len(shared) * self._page_size
@@ -334,68 +294,6 @@ class Scheduler:
             self._new_pages[request.slot, place] = 0
             request.freed = place + 1
 
-    def draft_idles(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """A step is launched in which the draft does not run for these requests."""
-        for item in scheduled:
-            request = item.request
-            if request.draft_kv_valid_until is None:  # the draft may lack the newest committed tokens, too
-                request.draft_kv_valid_until = max(request.committed - self._uncached_tail, 0)
-
-    def prompts_launched(self, chunks: Sequence[ScheduledChunk], *, drafts: bool) -> None:
-        """A prefill pass is launched in which the draft runs or not."""
-        for chunk in chunks:
-            request = chunk.request
-            if not drafts and request.draft_kv_valid_until is None:
-                lacking = self._first_undrafted(request, 0)  # of the pages that an earlier chunk of this pass fills
-                request.draft_kv_valid_until = chunk.start if lacking is None else lacking * self._page_size
-            self._mark_undrafted(request, chunk.end)
-
-    def plan_catch_up(self, scheduled: Sequence[ScheduledRequest], own: int) -> list[ScheduledChunk]:
-        """What the draft has to compute before a step that drafts for these requests, but for the `own` newest tokens,
-        which it computes in the step."""
-        chunks: list[ScheduledChunk] = []
-        for item in scheduled:
-            request = item.request
-            start = self._drafted_until(request)
-            if start is None:
-                continue
-            # Each result in flight leaves a token, and no more where nothing was drafted.
-            end = request.committed + request.in_flight - 1 - own
-            if end > start:
-                chunks.append(ScheduledChunk(request, item.epoch, item.slot, start, end, last=False))
-        for item in scheduled:
-            if item.request.draft_kv_valid_until is not None:
-                item.request.draft_kv_valid_until = None
-                self.undrafted.difference_update(item.request.pages)
-        return chunks
-
-    def lacking(self, request: Request) -> int:
-        """How many of its tokens the draft has not computed."""
-        start = self._drafted_until(request)
-        return 0 if start is None else max(request.committed + request.in_flight - 1 - start, 1)
-
-    def _drafted_until(self, request: Request) -> int | None:
-        """From this position on its draft has no keys; None: it has them all. Another request may have computed those
-        of a shared prefix."""
-        start = request.draft_kv_valid_until
-        if start is None or start >= request.shared * self._page_size:
-            return start
-        lacking = self._first_undrafted(request, start // self._page_size)
-        place = request.shared if lacking is None else lacking
-        request.draft_kv_valid_until = max(start, place * self._page_size)
-        return request.draft_kv_valid_until
-
-    def _first_undrafted(self, request: Request, first: int) -> int | None:
-        """The place of the first page from `first` on that it shares and the draft lacks; None if there is none."""
-        places = range(first, request.shared)
-        return next((place for place in places if request.pages[place] in self.undrafted), None)
-
-    def _mark_undrafted(self, request: Request, end: int) -> None:
-        """Its full pages up to `end` go to the prefix cache; the draft lacks those from where it was idle."""
-        if request.draft_kv_valid_until is not None:
-            places = slice(request.draft_kv_valid_until // self._page_size, end // self._page_size)
-            self.undrafted.update(request.pages[places])
-
     # -- results and endings ----------------------------------------------------------------------------------
 
     def is_void(self, request: Request, epoch: int) -> bool:
@@ -419,7 +317,7 @@ class Scheduler:
             # Without the newest committed positions, where the drafter may not have written its own KV yet.
             known = max(min(len(request.tokens), request.committed) - self._uncached_tail, 0)
             known = min(known, request.textual)
-            self._mark_undrafted(request, known)
+            self.draft_kv.cached(request, known)
             self.cache.insert(request.tokens, known, request.pages)
         self._deallocate(request)
 
@@ -478,7 +376,7 @@ class Scheduler:
 
     def _allocate(self, count: int) -> list[int]:
         pages = self.pool.allocate(count)
-        self.undrafted.difference_update(pages)
+        self.draft_kv.allocated(pages)
         return pages
 
     def _ensure_free(self, count: int) -> bool:

@@ -49,12 +49,12 @@ class Launch(NamedTuple):
             return "prefill_chunk", max(self.size // 2, USUAL_CHUNK if self.size > USUAL_CHUNK else 1)
         return "max_running", self.size // 2
 
-    def error(self, plan: MemoryPlan, requests: Sequence[tuple[int, int]] = ()) -> ShortOfMemoryError:
-        """The error for this launch, if it ran out of memory and cannot shrink. requests: that were computed."""
+    def error(self, plan: MemoryPlan) -> ShortOfMemoryError:
+        """The error for this launch, if it ran out of memory and cannot shrink."""
         if not self.size:
             return plan.out_of_memory(f"running prompts{self._where}")
         smaller = self.half if self.rank is not None and self.size > 1 else None
-        return plan.does_not_fit(str(self), requests, smaller)
+        return plan.does_not_fit(str(self), smaller)
 
     def shrink(self, scheduler: Scheduler, worker: DeviceWorker) -> tuple[str, int | str, str]:
         """Let what follows need less memory than this launch. Results in flight are void. Returns the setting that is

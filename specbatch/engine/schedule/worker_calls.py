@@ -10,7 +10,7 @@ from specbatch.core.device_batch import Admission
 from specbatch.core.request import Request
 from specbatch.core.sampling_flags import SamplingFlags
 from specbatch.engine.device.prefill import PrefillWork
-from specbatch.engine.schedule.scheduler import PrefillPlan, ScheduledChunk
+from specbatch.engine.schedule.plans import PrefillPlan, ScheduledChunk
 from specbatch.grammar.token_automaton import FREE
 
 # Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share

@@ -24,6 +24,8 @@ from specbatch.engine.device.verify_budget import BudgetedStep, VerifyBudget
 from specbatch.engine.schedule.draft_length import PROBED, DraftLength, announced
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.setup.cache_scales import stored_cache
+from specbatch.engine.setup.caps import caps_of, start_up_line
+from specbatch.engine.setup.graph_recording import record_graphs
 from specbatch.engine.setup.memory_plan import (
     fewest_rows,
     kv_dtype_of,
@@ -34,13 +36,12 @@ from specbatch.engine.setup.memory_plan import (
 )
 from specbatch.engine.setup.prepare import Prepared, prepare
 from specbatch.engine.setup.step_times import measure_catch_up, measure_step_times
-from specbatch.errors import counted
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.kernels.sampling.rng import acceptance_thresholds, thresholds_by_context
-from specbatch.memory.kv_cache import KVCache, bytes_per_page
+from specbatch.memory.kv_cache import bytes_per_page
 from specbatch.memory.page_pool import PagePool, pages_for, reserved_length
-from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare, available_memory, size_text
+from specbatch.memory.planner import EXCLUSIVE, MemoryPlan, MemoryShare
 from specbatch.memory.prefix_cache import PrefixCache
 from specbatch.memory.shared_prefixes import MOST_ROWS, SharedPrefixPlanner
 from specbatch.memory.state_cache import StateCache
@@ -48,7 +49,6 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder
 from specbatch.progress.bars import Report, Stages
 from specbatch.runtime.cuda_graphs import Recorder, batch_buckets, recorded_tokens
-from specbatch.runtime.device import type_name
 from specbatch.runtime.loader import Loader, grouped_line, kept_groups, quantization_lines, quantizes_activations
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights import Log
@@ -147,7 +147,11 @@ def _build(
         parts.caps["load_s"] = time.perf_counter() - before
         try:
             with within_memory(plan, ranks, "warming up and recording graphs", less_for_graphs(plan, config)):
-                parts.caps.update(_record_graphs(parts, log, progress))
+                recorded = record_graphs(parts.worker, plan, config.graphs, log, progress)
+            parts.caps.update(recorded)
+            if "max_running" in recorded:
+                parts.scheduler.max_running = recorded["max_running"]
+                parts.draft_length.buckets = batch_buckets(recorded["max_running"])
             if others is not None:
                 parts.worker.lead(others)
                 others.wait_until_built()
@@ -156,7 +160,7 @@ def _build(
         except BaseException:
             parts.worker.close()  # else its memory is freed only when garbage is collected
             raise
-        log(_times(parts.caps, time.perf_counter() - start))
+        log(start_up_line(parts.caps, time.perf_counter() - start))
         return parts
 
 
@@ -272,44 +276,8 @@ def _load(
         draft_length=chooser,
         draft=draft,
         diagnose=use_fp8_activations(fp8)(drafter.diagnose),
-        caps=_caps(prepared, plan, cache, batch.tokens.numel(), fp8=fp8),
+        caps=caps_of(prepared, plan, cache, batch.tokens.numel(), fp8=fp8),
     )
-
-
-def _caps(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, *, fp8: bool) -> dict[str, Any]:
-    """What the engine can hold at most and what was chosen for it, for the record. running: tokens that all slots have
-    room for; fp8: whether activations are quantized."""
-    config, asked, corpus = prepared.config, prepared.config.speculation, prepared.corpus
-    caps: dict[str, Any] = {
-        "device": str(prepared.device),
-        "dtype": type_name(prepared.dtype),
-        "kv_dtype": type_name(cache.dtype),
-        "kv_scales": "none" if cache.k_scales is None else "checkpoint" if prepared.target.cache else "computed",
-        "fp8_activations": "on" if fp8 else "off",
-        "deterministic": "on" if config.deterministic else "off",
-        "attention_backend": cache.attention.name,
-        "max_running": plan.max_running,
-        "max_model_len": plan.max_model_len,
-        "kv_pages": plan.kv_pages,
-        "page_size": config.page_size,
-        "prefill_chunk": plan.prefill_chunk,
-        "memory_fraction": plan.memory_fraction,
-        "reasons": plan.reasons,
-        "verify_rows": asked.num_drafts + 1,
-        "verify_slots": prepared.draft.kv_slots_per_step(asked.num_drafts),
-        "draft_shape": str(asked.shape) if asked.num_drafts else "none",
-        "weights_bytes": plan.weights + plan.draft_weights,
-        "kv_bytes": plan.kv,
-        "state_bytes": plan.states,
-        "cached_states": plan.cached_states,
-        "prefix_cache": "on" if config.prefix_cache else "off",
-        "shared_prefixes": "once" if shares_prefixes(prepared) else "each",
-    }
-    if asked.verify_budget is not None:
-        caps["verify_budget"] = asked.verify_budget
-    if corpus is not None:
-        caps |= {"corpus_tokens": corpus.size, "corpus_bytes": corpus.bytes(running)}
-    return caps
 
 
 def _thresholds(simulated: AcceptanceProfile, device: torch.device) -> torch.Tensor:
@@ -360,49 +328,6 @@ def _largest_window(models: list[ModelConfig]) -> int | None:
     """The most keys that a query of any of the models sees; None: all."""
     windows = [model.largest_window for model in models]
     return None if None in windows else max(filter(None, windows))
-
-
-def _record_graphs(parts: EngineParts, log: Log, progress: Stages) -> dict[str, Any]:
-    """Record the graphs, if any, once their kernels are compiled. Returns the time and memory that it took, and the
-    largest batch if it is smaller than planned, for the caps."""
-    worker, plan, graphs = parts.worker, parts.plan, parts.config.graphs
-    if not worker.recordings():
-        return {}
-    if graphs.prefill == "piecewise" and plan.prefill_chunk > worker.recorded_tokens:
-        most = worker.recorded_tokens
-        log(f"prefill passes of more than {most} tokens run without graphs, which would not make them faster")
-    start, free = time.perf_counter(), available_memory(worker.batch.device)
-    progress.begin("compiling kernels")
-    compiled = worker.compile_kernels(progress)
-    recording = time.perf_counter()
-    if compiled and compiled.kernels:
-        log(f"kernels: {len(compiled.kernels)} compiled in {recording - start:.1f} s")
-    if compiled and compiled.missed:
-        reason = f"they need values, such as for {min(compiled.missed)}"
-        log(f"kernels of {counted(len(compiled.missed), 'program')} are compiled one by one: {reason}")
-    progress.begin("recording graphs")
-    total = worker.record_graphs(progress)
-    seconds, taken = time.perf_counter() - recording, max(free - available_memory(worker.batch.device), 0)
-    log(f"graphs: {total} buckets recorded in {seconds:.1f} s, {size_text(taken)}")
-    found: dict[str, Any] = {"compile_s": recording - start, "capture_s": seconds, "graph_bytes": taken}
-    if left_out := sorted({size for item in worker.recordings() for size in item.left_out}):
-        works = f"memory_fraction={plan.memory_fraction:g} leaves too little memory for them; use a lower one"
-        log(f"graphs of {', '.join(map(str, left_out))} requests or tokens are not recorded: {works}")
-    if worker.graphs is not None and (most := worker.graphs.most) < plan.max_running:
-        why = f"lowered from {plan.max_running}: there was no memory for the graphs of more"
-        log(f"max_running: {most} ({why})")
-        parts.scheduler.max_running = most
-        parts.draft_length.buckets = batch_buckets(most)
-        found |= {"max_running": most, "reasons": plan.reasons | {"max_running": why}}
-    return found
-
-
-def _times(caps: dict[str, Any], total: float) -> str:
-    """A log line: how long an engine took to start, and its parts."""
-    parts = {"load": "load_s", "compile": "compile_s", "record": "capture_s"}
-    seconds = {verb: caps[name] for verb, name in parts.items() if name in caps}
-    seconds["other"] = total - sum(seconds.values())
-    return f"start-up: {total:.1f} s ({', '.join(f'{verb} {s:.1f} s' for verb, s in seconds.items())})"
 
 
 def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:

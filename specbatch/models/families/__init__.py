@@ -1,1 +1,1 @@
-"""Model families, one file each. `specbatch.models.config` is their registry."""
+"""Model families, one file each. `specbatch.models.registry` lists them."""

@@ -18,10 +18,11 @@ from specbatch.kernels.attention.queries import QKVLayout
 from specbatch.kernels.elementwise.activations import gelu_and_mul
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.models.config import DEEPEST, FULL, SLIDING, ModelConfig
+from specbatch.models.config import DEEPEST, ModelConfig
 from specbatch.models.families.llama import qkv_rows
 from specbatch.models.families.qwen3_next import centred
 from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, layer_types, short
+from specbatch.models.layer_types import FULL, SLIDING
 from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.rope import Rope, read_rope
 from specbatch.models.weight_reader import Reader, Tables

@@ -24,7 +24,7 @@ from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing
-from specbatch.models.config import DEEPEST, FULL, SLIDING, Ends, ModelConfig
+from specbatch.models.config import DEEPEST, Ends, ModelConfig
 from specbatch.models.families.gemma3 import NormedGeGlu
 from specbatch.models.families.llama import final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.families.padded_attention import Heads, PaddedAttention
@@ -35,6 +35,7 @@ from specbatch.models.families.per_layer_embedding import (
     read_layer_inputs,
     table_name,
 )
+from specbatch.models.layer_types import FULL, SLIDING
 from specbatch.models.layers.blocks import Layer, Mlp
 from specbatch.models.layers.moe import Mixture, mixture_of, read_routed
 from specbatch.models.rope import Rope, read_rope

@@ -19,7 +19,7 @@ from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.moe.expert_weights import Biases
 from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing
-from specbatch.models.config import DEEPEST, FULL, SLIDING, ModelConfig, shared_out
+from specbatch.models.config import DEEPEST, ModelConfig, shared_out
 from specbatch.models.families import llama
 from specbatch.models.formats.mxfp4 import METHOD, Mxfp4Weights, check_width
 from specbatch.models.gguf_layout import (
@@ -30,6 +30,7 @@ from specbatch.models.gguf_layout import (
     layer_types,
     mixture_settings,
 )
+from specbatch.models.layer_types import FULL, SLIDING
 from specbatch.models.layers.blocks import Layer
 from specbatch.models.layers.moe import Mixture, MoeMlp, mixture_of
 from specbatch.models.weight_reader import Reader, Tables

@@ -9,9 +9,10 @@ import torch
 
 from specbatch.files.config_values import count_of, flag_of, names_of, places_of, positive_of, spelled
 from specbatch.memory.recurrent_state import StateShape
-from specbatch.models.config import Ends, ModelConfig, attending, shared_out
+from specbatch.models.config import Ends, ModelConfig, shared_out
 from specbatch.models.families.llama import attention, final_norm  # noqa: F401 (`decoder` calls it)
 from specbatch.models.gguf_layout import GgufLayout, GgufMetadata, short, sigmoid_settings
+from specbatch.models.layer_types import attending
 from specbatch.models.layers.blocks import Layer, Mixer, Mlp, SwiGlu
 from specbatch.models.layers.deepseek_moe import DeepseekMixture, deepseek_mixture_of, read_deepseek_experts
 from specbatch.models.layers.moe import MoeMlp, Shapes

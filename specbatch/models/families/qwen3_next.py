@@ -19,7 +19,8 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized.weight import ConcatLinear, Weight, concat_outputs
 from specbatch.kernels.recurrent.inputs import DeltaHeads, chunk_bytes
 from specbatch.memory.recurrent_state import StateShape
-from specbatch.models.config import Ends, ModelConfig, attending, shared_out, without_windows
+from specbatch.models.config import Ends, ModelConfig, shared_out, without_windows
+from specbatch.models.layer_types import attending
 from specbatch.models.layers.blocks import Attention, Layer, Mixer, Mlp, SwiGlu
 from specbatch.models.layers.moe import Mixture, MoeMlp, Shapes, mixture_of, read_experts, sparse_layers
 from specbatch.models.layers.partial_rope import paired, turning, without_factor

@@ -23,6 +23,7 @@ from specbatch.models.decoder import Decoder, decoder_shapes
 from specbatch.models.formats.format import MatrixShape, Shapes
 from specbatch.models.heads.feature_layers import FeatureLayers
 from specbatch.models.heads.speculators import speculative_tokens
+from specbatch.models.layer_types import FULL, SLIDING, check_kinds
 from specbatch.models.layers.blocks import Attention
 from specbatch.models.weight_reader import Reader
 
@@ -30,7 +31,6 @@ _LAYERS, _BOUNDARIES = "target_layer_ids", "aux_hidden_state_layer_ids"
 ARCHITECTURE = "DFlashDraftModel"
 DEEPSPEC = ("Qwen3DSparkModel", "DSparkDraftModel")  # of DeepSpec and SpecForge
 BLOCKS = {name: entry for name, entry in ALGORITHMS.items() if entry.tree == "block"}
-_SLIDING, _FULL = "sliding_attention", "full_attention"
 # Options of later drafts, with the values that turn them off. With an ignored option the draft would be another model.
 _OFF: dict[str, tuple[Any, ...]] = {
     "input_embedding_scale": (None, 1.0),
@@ -352,13 +352,9 @@ def _masks(config: dict[str, Any], layers: int, causal: bool | None, block: int)
     kinds = names_of(config, "layer_types")
     if kinds is None:
         first = count_of(config, "max_window_layers", 28, least=0) if used and window is not None else layers
-        kinds = [_FULL] * min(first, layers) + [_SLIDING] * max(layers - first, 0)
-    if len(kinds) != layers:
-        raise refuse("layer_types", f"{len(kinds)} entries", f"num_hidden_layers is {layers}")
-    for kind in kinds:
-        if kind not in (_FULL, _SLIDING):
-            raise refuse("layer_types", kind, f"a DFLASH draft has {_FULL!r} and {_SLIDING!r} layers")
-    if _SLIDING not in kinds:
+        kinds = [FULL] * min(first, layers) + [SLIDING] * max(layers - first, 0)
+    check_kinds(kinds, layers, (FULL, SLIDING), "a DFLASH draft has")
+    if SLIDING not in kinds:
         return (Mask(causal=bool(causal)),) * layers
     if not used:
         raise refuse("use_sliding_window", used, "layer_types has sliding layers, so it must be true")
@@ -367,7 +363,7 @@ def _masks(config: dict[str, Any], layers: int, causal: bool | None, block: int)
     if not slides and window < block:
         # Tokens of the block before the query would have to be masked, too.
         raise refuse("sliding_window", window, f"without causal attention use at least block_size={block}")
-    return tuple(Mask(slides, window) if kind == _SLIDING else Mask(bool(causal)) for kind in kinds)
+    return tuple(Mask(slides, window) if kind == SLIDING else Mask(bool(causal)) for kind in kinds)
 
 
 def _one_rope(config: dict[str, Any]) -> None:

@@ -339,22 +339,18 @@ def test_chi_square_catches_a_wrong_draft_distribution() -> None:
     assert smallest_p_value(tokens, PLAIN) < 1e-6
 
 
-@pytest.mark.parametrize(
-    "source",
-    first_quick(
-        1,
-        [
-            lambda seeds, positions, stream: uniform_ref(seeds, positions, TARGET),
-            lambda seeds, positions, stream: uniform_ref(seeds, positions * 0, stream),
-            lambda seeds, positions, stream: uniform_ref(seeds, positions // 2, stream),
-            lambda seeds, positions, stream: uniform_ref(seeds // 1000, positions, stream),
-            lambda seeds, positions, stream: uniform_ref(seeds, positions, stream) ** 1.02,
-        ],
-    ),
-    ids=["one stream", "position ignored", "one number for two positions", "seeds shared", "not uniform"],
-)
-def test_chi_square_catches_wrong_random_numbers(source: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_module, "uniform_ref", source)
+WRONG_NUMBERS: dict[str, Any] = {
+    "one stream": lambda seeds, positions, stream: uniform_ref(seeds, positions, TARGET),
+    "position ignored": lambda seeds, positions, stream: uniform_ref(seeds, positions * 0, stream),
+    "one number for two positions": lambda seeds, positions, stream: uniform_ref(seeds, positions // 2, stream),
+    "seeds shared": lambda seeds, positions, stream: uniform_ref(seeds // 1000, positions, stream),
+    "not uniform": lambda seeds, positions, stream: uniform_ref(seeds, positions, stream) ** 1.02,
+}
+
+
+@pytest.mark.parametrize("name", first_quick(1, WRONG_NUMBERS))
+def test_chi_square_catches_wrong_random_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_module, "uniform_ref", WRONG_NUMBERS[name])
     tokens = generate(accept_ref, sampling_of(60_000), drafts_by="sampling")
     assert smallest_p_value(tokens, PLAIN) < 1e-6
 

@@ -133,7 +133,7 @@ def test_long_chunks_read_a_converted_copy_of_an_fp8_cache(device: torch.device,
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     case = Case(device, dtype, [(7, 290), (0, 130), (128, 256)], (4, 2, 24), stored=torch.float8_e4m3fn)
     case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)] if scaled else [None, None]
-    tile = Tiling(32, 16, 4, 2) if device.type == "cpu" else None
+    tile = Tiling(64, 64, 4, 2) if device.type == "cpu" else None
     for _ in range(2):
         inputs = unpacked(case.inputs())
         assert inputs.k_cache.dtype == dtype

@@ -295,7 +295,7 @@ def test_shares_and_floor_follow_from_the_measured_bandwidth(
     found = {"read_bytes_s": 4.0e12, "gemm_flop_s": 7.0e14}
     monkeypatch.setattr("specbatch.sweeps.machine.limits.measure_machine", lambda device: found)
     monkeypatch.setattr(limits, "data_sheet_bandwidth", lambda gpu: 4.8e12)
-    result = run(batch="1", configs="v2")  # a CPU has a machine section only by default
+    result = run(batch="1", concurrency="1", ttft_tokens="5", configs="v2")  # with the machine, as by default
     assert "* measured: read bandwidth 4.00 TB/s, bf16 GEMM 700 TFLOP/s" in result.stdout
     row = rows_of()["decode", "1", "v2"]
     floor, step, read, sheet = (float(row[key]) for key in ("floor_s", "step_s", "read_share", "sheet_share"))

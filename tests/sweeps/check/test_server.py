@@ -61,7 +61,7 @@ def check(source: Path, folder: Path, tmp_path: Path) -> Callable[..., ServerRep
         output = tmp_path / "out"
         output.mkdir(exist_ok=True)
         server = HttpEngine(Server(url, tokenizer=str(folder)))
-        options = CheckOptions(source, max_new_tokens=24)
+        options = CheckOptions(source, max_new_tokens=16)
         return run_server(server, options, ServerOptions(probes=probes), output)
 
     return run
