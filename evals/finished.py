@@ -36,6 +36,8 @@ _SINCE = (
     *("system_instruction", "gen_kwargs", "fewshot_as_multiturn", "add_bos_token", "truncate_prompts"),
 )
 
+_LATER = ("untrimmed_histogram",)  # numbers of a request that earlier versions did not write
+
 
 class Answer(NamedTuple):
     """A finished request and the document of the task that it answers.
@@ -62,7 +64,8 @@ class Answer(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Row, prompt_token_ids: list[int]) -> Answer:
-        numbers = {item.name: row[item.name] for item in fields(RequestMetrics)}
+        names = [item.name for item in fields(RequestMetrics) if item.name in row or item.name not in _LATER]
+        numbers = {name: row[name] for name in names}
         metrics = RequestMetrics(**numbers | {"acceptance": Acceptance(**row["acceptance"])})
         done = (row["index"], prompt_token_ids, row["token_ids"], row["text"], row["finish_reason"], metrics)
         completion = Completion(*done, seed=row.get("seed"), reasoning=row.get("reasoning"))

@@ -41,6 +41,7 @@ from specbatch.files.atomic_file import writing
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.store import RECORD
 from specbatch.sweeps.http.server import Server
+from specbatch.sweeps.run.sanity_checks import add_digests
 from specbatch.weights import open_checkpoint
 
 if TYPE_CHECKING:
@@ -261,6 +262,7 @@ class PreparedEval:
         elif model.answers and (model.scored or isinstance(engine.config, Server)):
             # The indices are those of the requests of all tasks, and of a server no request is there twice.
             record.requests = [one.completion.as_row() for one in model.answers]
+        add_digests(record.requests, {one.completion.index: one.completion for one in model.answers})
         report = EvalReport(
             task=task.name,
             task_version=str(version_of),
