@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from checkpoints import TINY, write_folder
-from eval_server import EngineServer, serving_engine
+from engine_server import EngineServer, serving_engine
 from typer.testing import CliRunner, Result
 
 from specbatch.cli.app import app
