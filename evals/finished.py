@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specbatch.engine.scoring import Likelihood
     from specbatch.evals.options import EvalOptions
     from specbatch.records.run_record import RunRecord
-    from specbatch.sweeps.http.server import Server
+    from specbatch.servers.server import Server
 
 PARTIAL = "answers.partial.jsonl"
 Row = dict[str, Any]

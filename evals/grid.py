@@ -42,7 +42,7 @@ from specbatch.records.sweep_plan import (
     folder_name,
     points,
 )
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.server import Server
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, connected
 from specbatch.sweeps.run.runner import Measured, is_measured, save_measured

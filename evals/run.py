@@ -40,13 +40,13 @@ from specbatch.evals.task import GENERATING, ROLLING, EvalTask, load_tasks
 from specbatch.files.atomic_file import writing
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.store import RECORD
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.server import Server
 from specbatch.sweeps.run.sanity_checks import add_digests
 from specbatch.weights import open_checkpoint
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
     from specbatch.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted

@@ -22,7 +22,7 @@ from specbatch.config.values import whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions, GridOptions
 from specbatch.progress.bars import progress
-from specbatch.sweeps.http.server import CONCURRENCY, Server
+from specbatch.servers.server import CONCURRENCY, Server
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from specbatch.evals.run import PreparedEval
     from specbatch.evals.several import SeveralReports
     from specbatch.replicas.cluster import Cluster
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
 
 
 _GRID = "Comparison"  # a box of --help

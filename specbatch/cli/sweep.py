@@ -26,7 +26,7 @@ from specbatch.cli.servers import SERVER_PANEL, configured_with_servers, kind_op
 from specbatch.config.values import whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.server import Server
 from specbatch.sweeps.workload.defaults import CPU, GPU, REPEATS
 from specbatch.sweeps.workload.rounds import Rounds
 from specbatch.sweeps.workload.workloads import Workload

@@ -29,8 +29,8 @@ from specbatch.sweeps.workload.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
-    from specbatch.sweeps.http.engine import HttpEngine
-    from specbatch.sweeps.http.server import Server
+    from specbatch.servers.engine import HttpEngine
+    from specbatch.servers.server import Server
     from specbatch.text.tokenizer import Tokenizer
 
 WARM_UP_TOKENS = 16

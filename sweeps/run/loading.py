@@ -14,7 +14,7 @@ from specbatch.config.speculation import Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.memory.capacity import CPU_RUNNING
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.server import Server
 from specbatch.sweeps.run.engine_groups import ON_DEVICES, Failed, engines_of, groups_of
 from specbatch.sweeps.workload.lengths import shown
 from specbatch.sweeps.workload.workloads import Workload
@@ -22,7 +22,7 @@ from specbatch.sweeps.workload.workloads import Workload
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.engine.setup.prepare import Prepared
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
 
 Log = Callable[[str], None]
 Configs = Mapping[str, EngineConfig | Server]
@@ -192,7 +192,7 @@ def _clients(
     clients: dict[str, HttpEngine] = {}
     for name, server in configs.items():
         if isinstance(server, Server):
-            from specbatch.sweeps.http.engine import HttpEngine
+            from specbatch.servers.engine import HttpEngine
 
             with noted(failed, name):
                 clients[name] = HttpEngine(server, log=_prefixed(log, name), **settings)

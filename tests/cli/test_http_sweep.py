@@ -12,7 +12,7 @@ from misbehaving_server import Misbehaviour, chunk, event, good_stream, head, mi
 from openai_server import Script, serving
 from rival_servers import Rival, rival
 
-from specbatch.sweeps.http.engine import HttpEngine
+from specbatch.servers.engine import HttpEngine
 
 from .conftest import TINY_SWEEP, StubTokenizer
 

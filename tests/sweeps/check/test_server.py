@@ -16,11 +16,11 @@ from typer.testing import CliRunner, Result
 from specbatch.cli.app import app
 from specbatch.engine.engine import Engine
 from specbatch.records.store import load_record
+from specbatch.servers.engine import HttpEngine
+from specbatch.servers.server import Server
 from specbatch.sweeps.check.options import PROBES, CheckOptions, ServerOptions
 from specbatch.sweeps.check.server import run_server
 from specbatch.sweeps.check.server_report import ServerReport
-from specbatch.sweeps.http.engine import HttpEngine
-from specbatch.sweeps.http.server import Server
 
 PROMPTS = ("The ferry left the harbor", "To bake a loaf of bread", "Rivers shape the land", "Dear Ms. Okafor,")
 TOGETHER = (*IGNORING.values(), "ignores response_format", "counts tokens twice")  # faults of different settings

@@ -18,9 +18,9 @@ from specbatch.cli.app import app
 from specbatch.core.request import Completion, RequestMetrics, SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.records.run_record import RunRecord
-from specbatch.sweeps.http.engine import HttpEngine
-from specbatch.sweeps.http.server import Server
-from specbatch.sweeps.http.verifies import Drafting, Step, add_verifies
+from specbatch.servers.engine import HttpEngine
+from specbatch.servers.server import Server
+from specbatch.servers.verifies import Drafting, Step, add_verifies
 from specbatch.sweeps.report.acceptance_comparison import AcceptanceComparison, compare_engines
 
 PROMPTS, TOKENS, DRAFTS = 24, 400, 3

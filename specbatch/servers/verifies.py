@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import RequestMetrics
-from specbatch.sweeps.http.client import Failed, one_line
+from specbatch.servers.client import Failed, one_line
 
 MOST_DRAFTS = 1_024  # of a verify that are read
 
