@@ -89,7 +89,9 @@ class AcceptanceComparison:
             f"{one.other.label} and {one.base.label}: {text}." for one in self.differences for text in reasons(one)
         ]
         if ended := [side.label for side in self.sides if side.untrimmed]:
-            found.append(f"Draft positions of {' and '.join(ended)} count drafts after the end of an answer.")
+            found.append(f"Drafts of {' and '.join(ended)} count also after the end of an answer.")
+        if len(models := _models(self.sides)) > 1:
+            found.append(f"Assumed: {' and '.join(models)} are the same model.")
         if unknown := [side.label for side in self.sides if side.speculation["algorithm"] == NO_SPECULATION]:
             found.append(f"Assumed: {' and '.join(unknown)} ran the same drafter; the records do not say which.")
         return found
@@ -139,10 +141,13 @@ def compare_engines(found: Iterable[tuple[Path, RunRecord]], setting: str = "run
 
 
 def _title(sides: list[Side]) -> str:
-    models = dict.fromkeys(Path(side.records[0].config["model"]).name for side in sides)
     asked = next((side.speculation for side in sides if side.speculation["algorithm"] != NO_SPECULATION), None)
     draft = "" if asked is None else f"{asked['algorithm']} {asked.get('draft') or ''}".strip()
-    return f"Acceptance of {draft or 'a drafter'} in {len(sides)} engines, model {' or '.join(models)}:"
+    return f"Acceptance of {draft or 'a drafter'} in {len(sides)} engines, model {' or '.join(_models(sides))}:"
+
+
+def _models(sides: list[Side]) -> list[str]:
+    return list(dict.fromkeys(Path(side.records[0].config["model"]).name for side in sides))
 
 
 def _basis(pairing: Pairing) -> str:

@@ -80,7 +80,7 @@ def _reasons(found: Difference) -> Iterator[str]:
     if any(side.records[0].simulated_acceptance for side in (base, other)):
         yield "acceptance was simulated, so that it says nothing about drafts"
         return
-    set_otherwise = conflicts(sampling_of(base), sampling_of(other))
+    set_otherwise = conflicts(sampling_of(base.records[0]), sampling_of(other.records[0]))
     if found.pairing.indices is None:
         yield "other prompts: measure both with the same ones"
     if set_otherwise:
@@ -105,7 +105,7 @@ def _explained(found: Difference, differing: list[int]) -> Iterator[str]:
         yield f"{many}: compare with the same number of drafts"
     if shape := _conflicts_of(found):
         yield f"other settings: {'; '.join(shape)}"
-    if sampling_of(base).get("sampling"):
+    if sampling_of(base.records[0]).get("sampling"):
         yield (
             "answers are sampled: engines sample drafts or take the most likely ones, which changes acceptance; "
             "compare at temperature 0"
@@ -115,15 +115,15 @@ def _explained(found: Difference, differing: list[int]) -> Iterator[str]:
     lower, higher = (other, base) if found.length.value < 0 else (base, other)
     if (loss := _loss(found)) < SMALL:
         yield f"{lower.label} accepts {loss:.1%} fewer drafts, which rounding in the draft may explain"
-    if differing and (pattern := _pattern(found, differing, lower, higher)) is not None:
+    fewer_accepted = [place for place in differing if found.positions[place].value * found.length.value > 0]
+    if fewer_accepted and (pattern := _pattern(found, fewer_accepted[0], lower, higher)) is not None:
         same, total = found.pairing.same, found.pairing.total
         others = f", or the answers, of which {same} of {total} are the same"
         yield pattern + (others if same is not None and not found.pairing.of_same_answers else "")
 
 
-def _pattern(found: Difference, differing: list[int], lower: Side, higher: Side) -> str | None:
-    """The reason that follows from where acceptance is lower."""
-    place = differing[0]
+def _pattern(found: Difference, place: int, lower: Side, higher: Side) -> str | None:
+    """The reason that follows from where acceptance is lower. place: the first draft position where it is."""
     change = found.positions[place]
     few, many = sorted(value for value in (change.before, change.after) if value is not None)
     growth = _growth(found, lower, higher)
@@ -136,7 +136,7 @@ def _pattern(found: Difference, differing: list[int], lower: Side, higher: Side)
         )
         return f"{text}: {_ROPE if heads else 'how far back tokens are looked up'}{_set(found)}"
     if place > 0:
-        return f"{theirs} (where tried), and as many before it: {_STEPS}{_set(found)}" if heads else None
+        return f"{theirs} (where tried), and no fewer before it: {_STEPS}{_set(found)}" if heads else None
     if few < HARDLY_ANY * many and heads:
         return f"{theirs}, hardly any: {_VOCABULARY}{_set(found)}"
     cause = _FEATURES
@@ -206,12 +206,10 @@ def _fewer_drafts(found: Difference) -> str | None:
         return text
     each = [[side.prompts[index] for index in found.pairing.indices] for side in (base, other)]
     verifies = np.array([[one.verifies / one.answers for one in side] for side in each])
-    if verifies.min() >= LEAST_VERIFIES and abs(verifies[1] - verifies[0]).max() <= most:
-        text += (
-            f", at most {abs(verifies[1] - verifies[0]).max():g} verifies more for each of the equal answers: it may "
-        )
-        text += "not draft up to the ends of answers"
-    return text
+    more = abs(verifies[1] - verifies[0]).max()
+    if verifies.min() < LEAST_VERIFIES or more > most:
+        return text
+    return f"{text}, at most {more:g} verifies more for each of the equal answers: it may not draft up to their ends"
 
 
 def _growth(found: Difference, lower: Side, higher: Side) -> Growth | None:

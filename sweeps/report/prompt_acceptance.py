@@ -19,6 +19,7 @@ import numpy as np
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import INCOMPLETE
 from specbatch.errors import refuse
+from specbatch.records.differences import conflicts
 from specbatch.records.intervals import LEAST_PROMPTS, Interval, Sample, over_prompts
 from specbatch.records.markdown import sum_lists
 from specbatch.records.run_record import RunRecord
@@ -226,12 +227,18 @@ def sides_of(found: Iterable[tuple[Path, RunRecord]]) -> list[Side]:
 
 
 def counted_sides(setting: str, sides: list[Side]) -> list[Side]:
-    """The sides with the counts of their requests; only of runs of prompts that all have, if there are any."""
+    """The sides with the counts of their requests; only of runs of prompts that all have, if there are any.
+
+    Refused: runs of one engine with different settings."""
     common = set.intersection(*map(prompt_sets, sides))
     for side in sides:
         if common:
             kept = [one for one in zip(side.paths, side.records, strict=True) if prompt_set(one[1]) in common]
             side.paths, side.records = [path for path, _ in kept], [record for _, record in kept]
+        for path, record in zip(side.paths, side.records, strict=True):
+            if different := conflicts(_settings(side.records[0]), _settings(record)):
+                works = f"are runs of {side.label} with different settings ({'; '.join(different)}); name one of them"
+                raise refuse(setting, f"{side.paths[0]}, {path}", works)
         side.count()
         if not side.prompts:
             works = f"{side.label} reports no verifies of single requests (docs/any-engine.md, acceptance of a server)"
@@ -257,7 +264,12 @@ def prompt_sets(side: Side) -> set[str]:
     return set(map(prompt_set, side.records))
 
 
-def sampling_of(side: Side) -> dict[str, Any]:
+def sampling_of(record: RunRecord) -> dict[str, Any]:
     """What decides on the answers to given prompts."""
-    work = side.records[0].workload
-    return {name: work[name] for name in _SAMPLING if name in work}
+    return {name: record.workload[name] for name in _SAMPLING if name in record.workload}
+
+
+def _settings(record: RunRecord) -> dict[str, Any]:
+    """What acceptance depends on."""
+    asked = {name: value for name, value in record.config["speculation"].items() if name != "schedule"}
+    return {"model": record.config["model"], **asked, **sampling_of(record)}

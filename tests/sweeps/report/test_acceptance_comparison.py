@@ -31,21 +31,32 @@ def usual(draft: int, context: int) -> float:
     return (0.8, 0.7, 0.6)[draft]
 
 
-def answer(index: int, chance: Chance, seed: str, *, steps: bool = True, spare: int = 0) -> Completion:
-    """An answer of `TOKENS` tokens. spare: tokens at its end that are not drafted."""
-    random, left, found = Random(f"{seed} {index}"), TOKENS - 1, list[Step]()
+def answer(
+    index: int,
+    chance: Chance,
+    seed: str,
+    *,
+    steps: bool = True,
+    spare: int = 0,
+    tokens: int = TOKENS,
+    after: float | None = None,
+) -> Completion:
+    """An answer of so many tokens. spare: those at its end that are not drafted; after: the chance of later drafts."""
+    random, left, found = Random(f"{seed} {index}"), tokens - 1, list[Step]()
     while left:
         right = 0
-        while right < DRAFTS and random.random() < chance(right, 32 + TOKENS - left):
+        while right < DRAFTS and random.random() < (
+            chance(right, 32 + tokens - left) if after is None or right < left else after
+        ):
             right += 1
         drafted = min(DRAFTS, max(left - 1 - spare, 0)) if spare else DRAFTS
         found.append(Step(drafted, min(right, drafted)))
         left -= min(1 + found[-1].accepted, left)
-    metrics = RequestMetrics(prompt_tokens=32, output_tokens=TOKENS)
+    metrics = RequestMetrics(prompt_tokens=32, output_tokens=tokens)
     right = [step.accepted for step in found]
     counts = tuple(right.count(place) for place in range(DRAFTS + 1))
     drafting = Drafting("SGLang", len(found), sum(right), DRAFTS * len(found), counts, tuple(found) if steps else ())
-    add_verifies(metrics, drafting, max_tokens=TOKENS, ended_early=False)
+    add_verifies(metrics, drafting, max_tokens=tokens, ended_early=False)
     return Completion(index, [1], [], "", "length", metrics)
 
 
@@ -55,7 +66,8 @@ def record(name: str, chance: Chance = usual, *, texts: str = "same", prompts: s
     if name != "specbatch":
         found.config["server"] = f"server ({name}) at http://{name}, prompts as ids"
     seed = how.pop("seed", "drafts")
-    done = [answer(index, chance, seed, **how) for index in range(PROMPTS)]
+    count = how.pop("count", PROMPTS)
+    done = [answer(index, chance, seed, **how) for index in range(count)]
     found.requests = [one.as_row() | {"text_digest": f"{texts} {one.index}"} for one in done]
     return found
 
@@ -77,7 +89,16 @@ def lower(by: float, chance: Chance = usual) -> Chance:
 def test_no_difference(seed: str, steps: bool) -> None:
     found = compared(record("specbatch"), record("sglang", seed=seed, steps=steps))
     assert found.notes[1] == "sglang and specbatch: no difference beyond chance."
-    assert ("count drafts after the end" in found.notes[-1]) == (not steps)
+    assert ("count also after the end" in found.notes[-1]) == (not steps)
+
+
+CROSSED: Chance = lambda draft, context: (0.9, 0.25, 0.2)[draft]  # noqa: E731
+
+
+def test_drafts_after_the_ends_of_short_answers_are_no_difference() -> None:
+    """The same verifies, counted with and without them: they are hardly ever accepted."""
+    how: dict[str, Any] = {"tokens": 9, "count": 200, "after": 0.0}
+    assert reasons(record("specbatch", **how), record("sglang", steps=False, **how)) == ["no difference beyond chance"]
 
 
 LATER: Chance = lambda draft, context: usual(draft, context) if draft == 0 else 0.5 * usual(draft, context)  # noqa: E731
@@ -162,6 +183,25 @@ def test_only_equal_answers_are_compared_where_there_are_enough() -> None:
     found = compared(record("specbatch"), vllm)
     assert found.notes[0] == "12 of 24 prompts, paired: those with the same answers."
     assert found.pairing.indices == tuple(range(12, 24))
+
+
+def test_runs_of_one_engine_with_other_settings_are_refused() -> None:
+    other = record("specbatch")
+    other.config["speculation"]["draft_tokens"] = 2
+    with pytest.raises(SpecbatchError, match=r"runs of specbatch with different settings \(draft_tokens 4 and 2\)"):
+        compared(record("specbatch"), record("vllm"), other)
+    other = record("specbatch")
+    other.config["speculation"]["schedule"] = "v2"
+    assert len(compared(record("specbatch"), record("vllm"), other).sides[0].records) == 2
+    renamed = record("vllm")
+    renamed.config["model"] = "served"
+    assert "Assumed: smollm2-135m and served are the same model." in compared(record("specbatch"), renamed).notes
+
+
+def test_a_position_with_more_accepted_drafts_is_no_reason_for_fewer() -> None:
+    found = reasons(record("specbatch"), record("vllm", CROSSED, seed="others"))
+    assert found[0].startswith("vllm accepts")
+    assert "of draft 2 (where tried)" in found[0]
 
 
 def test_other_drafters_are_refused() -> None:
