@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specbatch.engine.scoring import Likelihood
     from specbatch.evals.options import EvalOptions
     from specbatch.records.run_record import RunRecord
-    from specbatch.sweeps.http.server import Server
+    from specbatch.servers.server import Server
 
 PARTIAL = "answers.partial.jsonl"
 Row = dict[str, Any]
@@ -35,6 +35,8 @@ _SINCE = (
     *("offset", "samples"),
     *("system_instruction", "gen_kwargs", "fewshot_as_multiturn", "add_bos_token", "truncate_prompts"),
 )
+
+_LATER = ("untrimmed_histogram",)  # numbers of a request that earlier versions did not write
 
 
 class Answer(NamedTuple):
@@ -62,7 +64,8 @@ class Answer(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Row, prompt_token_ids: list[int]) -> Answer:
-        numbers = {item.name: row[item.name] for item in fields(RequestMetrics)}
+        names = [item.name for item in fields(RequestMetrics) if item.name in row or item.name not in _LATER]
+        numbers = {name: row[name] for name in names}
         metrics = RequestMetrics(**numbers | {"acceptance": Acceptance(**row["acceptance"])})
         done = (row["index"], prompt_token_ids, row["token_ids"], row["text"], row["finish_reason"], metrics)
         completion = Completion(*done, seed=row.get("seed"), reasoning=row.get("reasoning"))

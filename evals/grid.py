@@ -9,8 +9,8 @@ The folder has the layout of a sweep, so that `report` and `compare` read it:
 
 Several tasks have a folder each, folder/TASK. Every point answers all questions, or the first ones, as many for each
 concurrent request. All engines are loaded on one copy of the weights, and rounds are interleaved (A B C C B A at each
-concurrency). Points are kept as they finish; one that is interrupted starts over, because its throughput would be
-unknown.
+concurrency). Servers of other engines are measured in the same rounds. Points are kept as they finish; one that is
+interrupted starts over, because its throughput would be unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.evals.finished import hash_of
 from specbatch.evals.grid_table import SUMMARY, Grid, grid_of, load_grid
@@ -43,8 +42,9 @@ from specbatch.records.sweep_plan import (
     folder_name,
     points,
 )
+from specbatch.servers.server import Server
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
-from specbatch.sweeps.run.loading import Configs, Log, loaded
+from specbatch.sweeps.run.loading import Configs, Log, connected
 from specbatch.sweeps.run.runner import Measured, is_measured, save_measured
 from specbatch.sweeps.run.sweep import run_workloads
 
@@ -104,15 +104,17 @@ class Evaluation:
         """The loaded task."""
         return prepare(replace(self.options.task, output=None))
 
-    def refuse_unfit(self, configs: Mapping[str, EngineConfig], folder: Path) -> None:
-        """Refuse, before any engine is loaded, a task that generates nothing or has no score, a folder with other
-        settings, and a `max_model_len` into which a question of a point that is left does not fit."""
+    def refuse_unfit(self, configs: Configs, folder: Path) -> None:
+        """Refuse, before any engine is loaded, a task that generates nothing or has no score, servers that get other
+        prompts than the other configurations, a folder with other settings, and a `max_model_len` into which a question
+        of a point that is left does not fit."""
         task, name = self.ready.task, self.options.task.task
         if task.scores_texts:
             works = f"task {name} ({task.kind}) scores given texts, which decodes nothing"
             raise refuse("configs", ", ".join(configs), f"{works}; leave it out, or use a task that generates")
         if task.is_group and not any(one.has_aggregation for one in [*task.groups.values()][:1]):
             raise refuse("task", name, "is a tag or group without a score of its own; name one of its tasks")
+        self._refuse_mixed_prompts(configs)
         left = list(points(configs, self))
         if not self.options.task.overwrite:
             check_plan(folder, self.plan(configs), self.kind)
@@ -120,8 +122,21 @@ class Evaluation:
         if not left:
             return
         largest = self._at(max(point.concurrency for point in left))  # has the questions of the other points, too
-        for config in {configs[one.configuration].max_model_len: configs[one.configuration] for one in left}.values():
+        names = {one.configuration for one in left}
+        own = [config for name, config in engines_of(configs).items() if name in names]
+        for config in {config.max_model_len: config for config in own}.values():
             largest.check_lengths(config)
+
+    def _refuse_mixed_prompts(self, configs: Configs) -> None:
+        """Messages that a server renders are no prompts of this engine, so their answers cannot be paired."""
+        chats = [name for name, one in configs.items() if isinstance(one, Server) and one.send == "chat"]
+        if chats and len(chats) < len(configs):
+            others = ", ".join(name for name in configs if name not in chats)
+            works = f"the server renders the messages itself, and {others} would have other prompts; use send = 'ids'"
+            raise refuse("configs", ", ".join(chats), f"{works} or 'text', or 'chat' for servers alone")
+        if chats and not self.options.task.chat_template:
+            works = "send = 'chat' sends messages, which there are with the chat template only; add --chat-template"
+            raise refuse("configs", ", ".join(chats), works)
 
     def plan(self, configs: Mapping[str, Described]) -> dict[str, Any]:
         task, definition = self.options.task, self.ready.task.definition
@@ -143,7 +158,11 @@ class Evaluation:
         return sum(map(len, self.ready.task.chosen(self.options.at(concurrency)).values()))
 
     def load(self, configs: Configs, log: Log | None, failed: Failed | None) -> AbstractContextManager[Engines]:
-        return loaded(engines_of(configs), log, None, failed)
+        from specbatch.evals.server_lm import needs_tokenizer
+
+        servers = [one for one in configs.values() if isinstance(one, Server)]
+        own = any(needs_tokenizer(one.send, self.options.task, scores_texts=False) for one in servers)
+        return connected(configs, log, None, failed, tokenizer=own)
 
     def prepare(self, engines: Engines, tokenizer: Tokenizer) -> Evaluation:
         return self  # lm-eval makes the prompts in each run
@@ -174,7 +193,7 @@ class Evaluation:
             "rendered": report.chat_template,
             "prompts": len(answers),
             "distinct_prompts": len({row["prompt_hash"] for row in answers}),
-            "output_sha256": hash_of([row["token_ids"] for row in answers]),
+            "output_sha256": hash_of([row.get("token_ids", row["text"]) for row in answers]),
         }
         return Measured(report.record, report.files())
 
@@ -219,7 +238,7 @@ class Evaluation:
 
 
 def run_grids(
-    configs: Mapping[str, EngineConfig],
+    configs: Configs,
     tasks: Sequence[GridOptions],
     folder: Path,
     *,
@@ -266,9 +285,7 @@ def run_grids(
     return grids
 
 
-def evaluations(
-    configs: Mapping[str, EngineConfig], tasks: Sequence[GridOptions], folder: Path
-) -> dict[Path, Evaluation]:
+def evaluations(configs: Configs, tasks: Sequence[GridOptions], folder: Path) -> dict[Path, Evaluation]:
     """The evaluation of each task, by its folder. Refused: what `Evaluation.refuse_unfit` refuses."""
     every = {own: Evaluation(options) for own, options in zip(_folders(tasks, folder), tasks, strict=True)}
     for own, evaluation in every.items():
@@ -287,7 +304,7 @@ def _folders(tasks: Sequence[GridOptions], folder: Path) -> list[Path]:
     return [folder if len(names) == 1 else folder_of(folder, name) for name in names]
 
 
-def _grid(configs: Mapping[str, EngineConfig], evaluation: Evaluation, folder: Path, left_out: dict[str, str]) -> Grid:
+def _grid(configs: Configs, evaluation: Evaluation, folder: Path, left_out: dict[str, str]) -> Grid:
     """The table of the points that are finished, which is also written. left_out: configurations without an engine."""
     for point, reason in evaluation.failures.items():
         if point.configuration not in left_out:
@@ -300,7 +317,7 @@ def _grid(configs: Mapping[str, EngineConfig], evaluation: Evaluation, folder: P
     return grid
 
 
-def _remove(folder: Path, configs: Mapping[str, EngineConfig]) -> None:
+def _remove(folder: Path, configs: Configs) -> None:
     """Remove the results of an interrupted evaluation."""
     for name in configs:
         shutil.rmtree(folder / folder_name(name), ignore_errors=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.engine_config import Graphs
+from specbatch.errors import counted
 from specbatch.evals.report import EvalReport
 from specbatch.files.atomic_file import write_atomic, write_json
 from specbatch.files.text_files import read_json
@@ -18,11 +19,12 @@ from specbatch.records.bases import bases_of
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS
-from specbatch.records.run_record import speculation_of
+from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import Replicates
 from specbatch.records.store import RECORD
-from specbatch.records.sweep_plan import LEFT_OUT, PLAN, folder_name
+from specbatch.records.sweep_plan import LEFT_OUT, PLAN, Described, folder_name
 from specbatch.records.verdicts import ONE_REPEAT, speedup_of
+from specbatch.sweeps.report.point_notes import server_notes
 
 SUMMARY = ("summary.md", "summary.csv", "summary.json")
 SHOWN = ("accept_length", "mean_ttft_s", "mean_tpot_s", "output_throughput")
@@ -111,7 +113,7 @@ class Grid:
             METRICS[key].heading.removeprefix("mean ").removeprefix("output "): METRICS[key].text(row[key])
             for key in SHOWN
         }
-        if not report.record.drafts:
+        if not report.record.drafts and not report.record.of_server:
             cells[METRICS["accept_length"].heading] = "-"
         return cells | ({"verdict": row.get("verdict", "-")} if judged else {})
 
@@ -142,14 +144,23 @@ class Grid:
             else "one repeat, so no interval"
         )
         records = {name: reports[0].record for (_, name), reports in self.reports.items()}
-        others = _differing({name: one.config for name, one in records.items()})
+        engines = {name: one for name, one in records.items() if not one.of_server}
+        others = _differing({name: one.config for name, one in engines.items()})
         what = "".join(
             f"* {name}: {one.speculation}; {Graphs(**one.config['graphs'])}{others[name]}\n"
+            if name in engines
+            else f"* {name}: {_server_text(one)}\n"
             for name, one in records.items()
         )
+        shown = next(iter(engines.values()), first.record)
+        model = f"{shown.config['model']}, {shown.caps['dtype']} on {shown.processor}"
+        model = shown.config["model"] if shown.of_server else model
+        alike = "token for token" if len(engines) == len(records) else "token for token, of servers text for text"
         examples = first.examples
         warning = f" Warning: {first.warning}." if first.warning else ""
-        noted = dict.fromkeys(note for reports in self.reports.values() for one in reports for note in one.notes)
+        every = [one for reports in self.reports.values() for one in reports]
+        noted = dict.fromkeys(note for one in every for note in one.notes)
+        noted |= dict.fromkeys(str(note) for one in every if one.record.of_server for note in server_notes(one.record))
         warning += "".join(f" Note: {note}." for note in noted)
         ratios = (
             f" Speedup (ratio of output tok/s, {spread}) and difference (of the first score on the same questions, "
@@ -159,12 +170,11 @@ class Grid:
             else ""
         )
         return (
-            f"Model: {first.record.config['model']}, {first.record.caps['dtype']} on {first.record.processor}. Data: "
-            f"{first.data_source}. Few-shot examples: {examples}.{warning}\n\n{what}\n"
+            f"Model: {model}. Data: {first.data_source}. Few-shot examples: {examples}.{warning}\n\n{what}\n"
             f"{first.task} (version {first.task_version}, lm-eval {first.lm_eval_version}): {self._counts(rows)} "
             f"({first.sampled}). Scores: "
             f"{first.overall[0].metric} ± standard error.{ratios} TTFT and TPOT: means; tok/s: of output tokens. Same "
-            f"answers: token for token.{self._deterministic()}"
+            f"answers: {alike}.{self._deterministic()}"
         )
 
     def _counts(self, rows: list[dict[str, Any]]) -> str:
@@ -191,10 +201,7 @@ def load_grid(folder: Path) -> Grid:
     Refused: results that cannot be read.
     """
     plan = read_json("folder", folder / PLAN, "name the folder of an evaluation of several configurations")
-    configs = {
-        name: EngineConfig(speculation=speculation_of(settings["speculation"]), graphs=Graphs(**settings["graphs"]))
-        for name, settings in plan["configurations"].items()
-    }
+    configs = plan["configurations"]
     reports: dict[Place, list[EvalReport]] = {}
     for concurrency, name in product(plan["concurrency"], configs):
         point = folder / folder_name(name) / f"c{concurrency}"
@@ -207,7 +214,7 @@ def load_grid(folder: Path) -> Grid:
 
 def grid_of(
     reports: dict[Place, list[EvalReport]],
-    configs: Mapping[str, EngineConfig],
+    configs: Mapping[str, Described | Mapping[str, Any]],
     failed: dict[str, str],
     asked: int,
 ) -> Grid:
@@ -224,6 +231,13 @@ def grid_of(
     return Grid(known, bases_of(configs), left_out, asked)
 
 
+def _server_text(record: RunRecord) -> str:
+    known = f", {record.speculation}" if record.drafts else ""
+    if failed := sum(record.counters.get("errors", {}).values()):
+        known += f"; FAILED: {counted(failed, 'request')} had to be asked again, which is in the times"
+    return f"{record.config['server']}{known}"
+
+
 def _differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """By configuration the settings in which it may differ from the others, but for speculation and graphs."""
     settings = [name for name in next(iter(configs.values()), {}) if name not in ("speculation", "graphs")]
@@ -233,9 +247,8 @@ def _differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 def _paired(base: EvalReport, report: EvalReport) -> dict[str, Any]:
     """The change of the first score from `base`, question by question, and how many answers are the same."""
-    same = sum(
-        ours["token_ids"] == theirs["token_ids"] for ours, theirs in zip(report.questions, base.questions, strict=True)
-    )
+    kind = "text" if base.record.of_server or report.record.of_server else "token_ids"
+    same = sum(ours[kind] == theirs[kind] for ours, theirs in zip(report.questions, base.questions, strict=True))
     score = report.overall[0]
     chosen = score.filter, score.metric
     found: dict[str, Any] = {"same_answers": same}

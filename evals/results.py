@@ -13,7 +13,12 @@ from specbatch.records.answers import Score
 from specbatch.records.metric import Better
 
 BYPASS = "bypass"  # lm-eval's metric of answers that are not scored
-_LONG = ("itl_s", "emitted_histogram", "acceptance")  # details that are only in requests.jsonl, at the same index
+_LONG = (
+    "itl_s",
+    "emitted_histogram",
+    "untrimmed_histogram",
+    "acceptance",
+)  # details that are only in requests.jsonl, at the same index
 
 
 def scores(task: EvalTask, results: dict[str, Any]) -> Iterator[Score]:

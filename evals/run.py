@@ -41,12 +41,13 @@ from specbatch.evals.task import GENERATING, EvalTask, load_tasks
 from specbatch.files.atomic_file import writing
 from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.store import RECORD
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.server import Server
+from specbatch.sweeps.run.sanity_checks import add_digests
 from specbatch.weights import open_checkpoint
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
     from specbatch.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
@@ -262,6 +263,7 @@ class PreparedEval:
         elif model.answers and (model.scored or isinstance(engine.config, Server)):
             # The indices are those of the requests of all tasks, and of a server no request is there twice.
             record.requests = [one.completion.as_row() for one in model.answers]
+        add_digests(record.requests, {one.completion.index: one.completion for one in model.answers})
         report = EvalReport(
             task=task.name,
             task_version=str(version_of),

@@ -32,9 +32,9 @@ from specbatch.evals.generation import Generation
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.jobs.partial_output import row_seed
 from specbatch.jobs.thinking import CLOSE, OPEN, Reasoning
-from specbatch.sweeps.http.client import Failed
-from specbatch.sweeps.http.engine import LLAMACPP, SGLANG, VLLM, HttpEngine
-from specbatch.sweeps.http.server import CONCURRENCY
+from specbatch.servers.client import Failed
+from specbatch.servers.engine import LLAMACPP, SGLANG, VLLM, HttpEngine
+from specbatch.servers.server import CONCURRENCY
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine

@@ -1,4 +1,5 @@
-"""`specbatch acceptance`: acceptance by draft position of runs, as a table and as a file for --simulate-accept."""
+"""`specbatch acceptance`: acceptance by draft position of runs, as a table and as a file for --simulate-accept, and of
+the same drafter in several engines with its differences."""
 
 from __future__ import annotations
 
@@ -9,10 +10,13 @@ from typer import Argument, Option
 
 from specbatch.cli.options import Json
 from specbatch.cli.output import RUN_HELP, show
+from specbatch.errors import refuse
 
 
 def acceptance(
-    runs: Annotated[list[Path], Argument(metavar="RUN...", help=f"{RUN_HELP} Several are counted together.")],
+    runs: Annotated[
+        list[Path], Argument(metavar="RUN...", help=f"{RUN_HELP} Several of one engine are counted together.")
+    ],
     output: Annotated[
         Path | None,
         Option("--output", "--out", help="File for --simulate-accept: .json, or .yaml as a golden acceptance curve."),
@@ -25,15 +29,32 @@ def acceptance(
 
     specbatch acceptance out/a out/b --output curve.yaml
 
+    specbatch acceptance out/specbatch out/vllm
+
     specbatch sweep --model qwen3-8b --load-format dummy --algorithm eagle3 --draft dummy --simulate-accept curve.yaml
 
     Draft j counts where all drafts before it were accepted. Runs without drafts are ignored.
+
+    Runs of this engine and of servers, or of several servers, are compared: the same drafter should be accepted as
+    often everywhere. The table has the differences with their intervals, and what may have made them
+    (docs/any-engine.md).
     """
-    from specbatch.sweeps.report.acceptance_curve import check_suffix, curve_of
+    from specbatch.jobs.output_files import read_output
+    from specbatch.sweeps.report.acceptance_comparison import compare_engines
+    from specbatch.sweeps.report.acceptance_curve import check_suffix, curve_of_records, read_all
+    from specbatch.sweeps.report.prompt_acceptance import sides_of
 
     if output is not None:
         check_suffix(output)
-    curve = curve_of(runs)
+    found = read_all(runs, lambda output: [])
+    engines = [side.label for side in sides_of(found)]
+    if len(engines) > 1:
+        if output is not None:
+            raise refuse("output", str(output), f"takes runs of one engine; these are of {', '.join(engines)}")
+        comparison = compare_engines(read_all(runs, read_output))
+        show(comparison.markdown(), comparison.as_dict(), as_json=as_json)
+        return
+    curve = curve_of_records(found)
     if output is not None:
         curve.save(output)
     show(curve.markdown(), curve.as_dict(), as_json=as_json)

@@ -25,7 +25,7 @@ from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig
-    from specbatch.sweeps.http.server import Server
+    from specbatch.servers.server import Server
 
 _FREE = [name for name, entry in ALGORITHMS.items() if entry.draft is None and name != NO_SPECULATION]
 _OWN = ("spec", "algorithm", "draft", "draft_tokens", "draft_steps", "draft_topk")  # options that candidates set

@@ -22,16 +22,16 @@ from specbatch.cli.output import fresh_folder, say, show
 from specbatch.cli.servers import SERVER_PANEL, kind_option, only_server
 from specbatch.errors import refuse
 from specbatch.progress.bars import progress
+from specbatch.servers.server import Server
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions
-from specbatch.sweeps.http.server import Server
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig
+    from specbatch.servers.engine import HttpEngine
     from specbatch.sweeps.check.report import CheckReport
     from specbatch.sweeps.check.sampled import SampledReport
     from specbatch.sweeps.check.server_report import ServerReport
     from specbatch.sweeps.check.server_sampled import ServerSampledReport
-    from specbatch.sweeps.http.engine import HttpEngine
 
 
 @takes_engine(

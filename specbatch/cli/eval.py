@@ -13,17 +13,16 @@ import typer
 from typer import Argument, Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
-from specbatch.cli.configs import configured
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, is_given, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
-from specbatch.cli.servers import SERVER_PANEL, kind_option, only_server
+from specbatch.cli.servers import SERVER_PANEL, configured_with_servers, kind_option, only_server
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
 from specbatch.config.values import whole_numbers
 from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions, GridOptions
 from specbatch.progress.bars import progress
-from specbatch.sweeps.http.server import CONCURRENCY, Server
+from specbatch.servers.server import CONCURRENCY, Server
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from specbatch.evals.run import PreparedEval
     from specbatch.evals.several import SeveralReports
     from specbatch.replicas.cluster import Cluster
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
 
 
 _GRID = "Comparison"  # a box of --help
@@ -133,9 +132,10 @@ def evaluate(
     --seed chooses the random numbers.
 
     With --configs every configuration answers all questions at every concurrency (--prompts-per-concurrency: the first
-    ones, as many for each concurrent request), and one table shows accuracy beside
-    accept length, TTFT, TPOT, throughput and speedup, with the paired difference of accuracy from the configuration
-    without speculation. The same command with the folder as --out runs the points that are missing or have failed.
+    ones, as many for each concurrent request), and one table shows accuracy beside accept length, TTFT, TPOT,
+    throughput and speedup, with the paired difference of accuracy from the configuration without speculation. The same
+    command with the folder as --out runs the points that are missing or have failed. A table with engine = "http" and
+    base-url = "http://localhost:8000" is a server of another engine, asked in the same rounds (docs/any-engine.md).
     Several tasks have a folder and a table each. Different models (model = ..., or --model A,B) run one after the
     other, each in its own process and folder. With --distributed the workers of a Ray cluster measure whole rounds.
 
@@ -150,7 +150,7 @@ def evaluate(
     from specbatch.evals.several import has_results
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.run.configurations import by_model
-    from specbatch.sweeps.run.loading import one_group
+    from specbatch.sweeps.run.loading import one_group, refuse_servers
 
     steps = None if concurrency is None else whole_numbers("concurrency", concurrency)
     if of_server["send"] == "chat":
@@ -180,9 +180,10 @@ def evaluate(
     options = EvalOptions(",".join(tasks), seed=fewshot_seed, **settings)
     if is_grid:
         engine, workers = clustered(engine, cluster, replicas=False)
-        found, steps, left_out = _grid(engine, configs, steps, elsewhere=workers is not None)
+        found, steps, left_out = _grid(engine, configs, steps, settings["thinking"], elsewhere=workers is not None)
         points, models = GridOptions(options, steps, **comparison), by_model(found)
         if workers is not None:
+            refuse_servers(found)
             one_group(found)
         plans = "*/" * (len(models) > 1) + "*/" * (len(options.names) > 1) + PLAN
         resumes = "*" if output is not None and any(output.glob(plans)) else None
@@ -311,11 +312,17 @@ def _check_grid(engine: EngineOptions, configs: str | None, ablation: bool) -> N
 
 
 def _grid(
-    engine: EngineOptions, configs: str | None, steps: tuple[int, ...] | None, *, elsewhere: bool
-) -> tuple[dict[str, EngineConfig], tuple[int, ...], dict[str, str]]:
+    engine: EngineOptions,
+    configs: str | None,
+    steps: tuple[int, ...] | None,
+    thinking: bool | None,
+    *,
+    elsewhere: bool,
+) -> tuple[dict[str, EngineConfig | Server], tuple[int, ...], dict[str, str]]:
     """The configurations, the concurrencies (default: what the engine runs at once), and why --ablation leaves some
     configurations out. elsewhere: engines run on other machines."""
     from specbatch.runtime.device import device_type
+    from specbatch.sweeps.run.engine_groups import engines_of
     from specbatch.sweeps.run.loading import most_at_once, with_concurrency
 
     left_out: dict[str, str] = {}
@@ -326,14 +333,19 @@ def _grid(
         else:
             left_out = dict.fromkeys(_ON_CUDA, "piecewise prefill graphs need a CUDA device")
     most = None if steps is None else max(steps)
-    found = configured(engine, configs, concurrency=most, elsewhere=elsewhere)
+    found = configured_with_servers(engine, configs, thinking, concurrency=most, elsewhere=elsewhere)
+    own = engines_of(found)
     if steps is None:
-        steps = (most_at_once(found, elsewhere=elsewhere),)
-    return {name: with_concurrency(config, max(steps)) for name, config in found.items()}, steps, left_out
+        steps = (most_at_once(own, elsewhere=elsewhere) if own else CONCURRENCY,)
+    fit: dict[str, EngineConfig | Server] = {}
+    for name, config in found.items():
+        seeded = replace(config, seed=engine.seed) if isinstance(config, Server) else config
+        fit[name] = with_concurrency(own[name], max(steps)) if name in own else seeded
+    return fit, steps, left_out
 
 
 def _compare(
-    models: dict[str, dict[str, EngineConfig]],
+    models: dict[str, dict[str, EngineConfig | Server]],
     left_out: dict[str, str],
     options: GridOptions,
     folder: Path,

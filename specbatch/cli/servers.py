@@ -18,8 +18,8 @@ from specbatch.errors import SpecbatchError, refuse, shown_json
 from specbatch.extras import needs
 
 if TYPE_CHECKING:
-    from specbatch.sweeps.http.engine import HttpEngine
-    from specbatch.sweeps.http.server import Server
+    from specbatch.servers.engine import HttpEngine
+    from specbatch.servers.server import Server
 
 KINDS = ("specbatch", "http")
 SERVER_PANEL = "HTTP server"  # a box of --help
@@ -72,8 +72,8 @@ def only_server(
             raise refuse(name, settings[name], "applies to servers only; add --engine http")
         return None
     needs("http")
-    from specbatch.sweeps.http.engine import HttpEngine
-    from specbatch.sweeps.http.server import Server
+    from specbatch.servers.engine import HttpEngine
+    from specbatch.servers.server import Server
 
     for name in filter(given, ("configs", *ENGINE_OPTIONS)):
         if name not in _ENGINE_OPTIONS_OF_SERVERS:
@@ -124,7 +124,7 @@ def _server_of_table(
             raise refuse("configs", f"{where}: {name}", 'applies to servers only; add engine = "http"')
         return None
     needs("http")
-    from specbatch.sweeps.http.server import Server
+    from specbatch.servers.server import Server
 
     own = {name: value for name, value in settings.items() if name in _TYPES}
     described = {name: value for name, value in settings.items() if name in _DESCRIBING}

@@ -26,7 +26,7 @@ from specbatch.cli.servers import SERVER_PANEL, configured_with_servers, kind_op
 from specbatch.config.values import whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.server import Server
 from specbatch.sweeps.workload.defaults import CPU, GPU, REPEATS
 from specbatch.sweeps.workload.rounds import Rounds
 from specbatch.sweeps.workload.workloads import Workload
@@ -140,7 +140,7 @@ def sweep(
     from specbatch.sweeps.run.benchmark import SweepOptions
     from specbatch.sweeps.run.configurations import by_model
     from specbatch.sweeps.run.engine_groups import engines_of
-    from specbatch.sweeps.run.loading import check, one_group
+    from specbatch.sweeps.run.loading import check, one_group, refuse_servers
     from specbatch.sweeps.run.process import run_in_process
     from specbatch.sweeps.run.sweep import run_server, run_sweep
 
@@ -171,11 +171,8 @@ def sweep(
         own = {"concurrency": max(steps), "prefix_cache": grouped, "elsewhere": elsewhere}
         engines = configured_with_servers(engine, configs, workload["thinking"], **own)
     has_servers = server is not None or len(engines_of(engines)) < len(engines)
-    if has_servers and workers is not None:
-        names = ", ".join(name for name in engines if name not in engines_of(engines))
-        works = "run this sweep without a cluster, or leave the tables of servers out"
-        raise refuse("configs", configs, f"the workers of a cluster cannot measure servers ({names}); {works}")
     if workers is not None:
+        refuse_servers(engines)
         one_group(engines)
     if dry_run and not engines_of(engines):
         raise refuse("dry_run", True, "the speed of a server cannot be estimated; leave it out")

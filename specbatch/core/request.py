@@ -76,6 +76,11 @@ class RequestMetrics:
         "counts by draft position (`drafted`, `tried`, `accepted`) and by length of the context (`context`: tokens, "
         "verifies, emitted tokens)",
     ] = field(default_factory=Acceptance)
+    untrimmed_histogram: Annotated[
+        list[int],
+        "of a server that does not tell each verify: verifies with drafts that accepted 0, 1, 2, ... of them, those "
+        "after the end of the answer included",
+    ] = field(default_factory=list)
     itl_s: Annotated[
         MutableSequence[float], "seconds between arrivals of tokens, divided among the tokens of an arrival"
     ] = field(default_factory=lambda: array("d"))

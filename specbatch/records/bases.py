@@ -11,25 +11,29 @@ say which prefill graphs they have, so they are compared with `baseline`, else w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
-from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import listed
 from specbatch.records.run_record import RunRecord
+
+if TYPE_CHECKING:
+    from specbatch.records.sweep_plan import Described
 
 BASELINE = "baseline"
 
 
-def bases_of(configurations: Mapping[str, RunRecord | EngineConfig]) -> dict[str, str]:
+def bases_of(configurations: Mapping[str, RunRecord | Described | Mapping[str, Any]]) -> dict[str, str]:
     """The base of each configuration, by name. The base of the reference is the reference itself.
 
-    configurations: all of a sweep, in its order, even those that failed.
+    configurations: all of a sweep, in its order, even those that failed; or their settings as in its plan.
     """
-    setups = {name: _setup(one) for name, one in configurations.items()}
-    plain = {name: setups[name] for name, one in configurations.items() if setups[name] and not _drafts(one)}
+    settings = {name: _settings(one) for name, one in configurations.items()}
+    setups = {name: _setup(one) for name, one in settings.items()}
+    plain = {name: setups[name] for name, one in settings.items() if setups[name] and not _drafts(one)}
     reference = BASELINE if BASELINE in configurations else next(iter(plain or configurations))
     found = {}
-    for name, one in configurations.items():
+    for name, one in settings.items():
         alike = [other for other, theirs in plain.items() if theirs == setups[name]] if _drafts(one) else []
         found[name] = reference if reference in alike or not alike else alike[0]
     return found
@@ -53,13 +57,18 @@ def bases_sentence(bases: Mapping[str, str]) -> str:
     return f"{''.join(parts)}the others with {reference}." if others else ""
 
 
-def _setup(one: RunRecord | EngineConfig) -> tuple[str, int, int] | None:
+def _settings(one: RunRecord | Described | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(one, RunRecord):
+        return one.config
+    return one if isinstance(one, Mapping) else one.as_dict()
+
+
+def _setup(settings: Mapping[str, Any]) -> tuple[str, int, int] | None:
     """Prefill graphs, tensor and data parallelism; None for a server."""
-    config = one.as_dict() if isinstance(one, EngineConfig) else one.config
-    if "server" in config:
+    if "server" in settings:
         return None
-    return config["graphs"]["prefill"], config.get("tensor_parallel", 1), config.get("data_parallel", 1)
+    return settings["graphs"]["prefill"], settings.get("tensor_parallel", 1), settings.get("data_parallel", 1)
 
 
-def _drafts(one: RunRecord | EngineConfig) -> bool:
-    return one.drafts if isinstance(one, RunRecord) else one.speculation.algorithm != NO_SPECULATION
+def _drafts(settings: Mapping[str, Any]) -> bool:
+    return bool(settings["speculation"]["algorithm"] != NO_SPECULATION)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specbatch.servers.replies import Reply
 from specbatch.sweeps.check.run import find_divergence
 from specbatch.sweeps.check.verdict import FACTOR, noise_of
-from specbatch.sweeps.http.replies import Reply
 
 # Nats that rounding may explain in any case: four units in the last place of BF16 for logits of 16 to 32. A run whose
 # answers are nearly all equal shows less rounding than there is.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from specbatch.sweeps.http.replies import Reply, Token
+from specbatch.servers.replies import Reply, Token
 
 HOT = 2.0  # a temperature
 

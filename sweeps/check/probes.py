@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbatch.errors import counted
+from specbatch.servers.replies import Reply, Token
 from specbatch.sweeps.check.options import PROBES
 from specbatch.sweeps.check.places import (
     HOT,
@@ -26,7 +27,6 @@ from specbatch.sweeps.check.places import (
     new_token,
     stop_place,
 )
-from specbatch.sweeps.http.replies import Reply, Token
 
 HONORED, IGNORED, WRONG, REFUSED, UNTESTED = "honored", "ignored", "wrong", "refused", "not tested"
 CHANCE = 1e-4  # of equal sampled answers, up to which a probe is made

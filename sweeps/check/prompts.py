@@ -14,7 +14,7 @@ from specbatch.sweeps.workload.workloads import Workload
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.records.run_record import RunRecord
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
     from specbatch.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).with_name("prompts.jsonl")

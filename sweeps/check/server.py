@@ -20,6 +20,8 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import Completion
 from specbatch.errors import counted, refuse
 from specbatch.progress.bars import Report
+from specbatch.servers.engine import LLAMACPP, HttpEngine
+from specbatch.servers.replies import WITH_IDS, Question, Reply, Shown, ask
 from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.compared import bound_of, compare, noise
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions
@@ -28,8 +30,6 @@ from specbatch.sweeps.check.referee import RefereePlan, plan_referee
 from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.run import Log, Progress, both, find_divergence, judged_by
 from specbatch.sweeps.check.server_report import Condition, ServerReport
-from specbatch.sweeps.http.engine import LLAMACPP, HttpEngine
-from specbatch.sweeps.http.replies import WITH_IDS, Question, Reply, Shown, ask
 from specbatch.sweeps.run.loading import load_engine
 from specbatch.sweeps.workload.workloads import sha256_of
 

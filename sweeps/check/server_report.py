@@ -13,14 +13,14 @@ from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic
 from specbatch.records.markdown import markdown_table
 from specbatch.records.run_record import RunRecord
+from specbatch.servers.replies import Shown
+from specbatch.servers.server import Server
 from specbatch.sweeps.check.compared import FAULT, MOST_NOISE, ROUNDING, UNJUDGED, Divergence
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.probes import Probe
 from specbatch.sweeps.check.prompts import left_out
 from specbatch.sweeps.check.report import CheckReport
 from specbatch.sweeps.check.verdict import noise_of
-from specbatch.sweeps.http.replies import Shown
-from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.report.heading import heading, run_on
 
 _SHOWN = 20  # divergences in the table; the file has all

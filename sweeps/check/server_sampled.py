@@ -22,6 +22,9 @@ from specbatch.errors import SpecbatchError, counted
 from specbatch.files.atomic_file import write_atomic
 from specbatch.progress.bars import Report
 from specbatch.records.run_record import RunRecord
+from specbatch.servers.engine import HttpEngine
+from specbatch.servers.replies import Reply, Shown, Token
+from specbatch.servers.server import Server
 from specbatch.sweeps.check.chi_square import ChiSquare, of_counts, total
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions
 from specbatch.sweeps.check.referee import Referee, plan_referee
@@ -37,9 +40,6 @@ from specbatch.sweeps.check.sampled import (
     text_of,
 )
 from specbatch.sweeps.check.server import ANSWERS, Requests, prompts_of, shown_by
-from specbatch.sweeps.http.engine import HttpEngine
-from specbatch.sweeps.http.replies import Reply, Shown, Token
-from specbatch.sweeps.http.server import Server
 from specbatch.sweeps.report.heading import heading, run_on
 from specbatch.sweeps.workload.workloads import sha256_of
 

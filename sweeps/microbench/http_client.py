@@ -17,7 +17,7 @@ import typer
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import SamplingParams
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.server import Server
 from specbatch.sweeps.microbench.runner import Row, Table
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def tables(
 
 
 def _row(url: str, concurrency: int, chunks: int, repeats: int) -> Row:
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
 
     engine = HttpEngine(Server(url, alongside=EngineConfig()))
     params = [SamplingParams(max_new_tokens=chunks)] * (2 * concurrency)

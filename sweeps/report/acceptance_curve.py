@@ -20,6 +20,7 @@ from specbatch.files.atomic_file import write_atomic
 from specbatch.records.markdown import markdown_table, sum_lists
 from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import read_records
+from specbatch.records.store import ReadRows
 
 HEADERS = ("draft", "tried", "accepted", "accepted where tried (%)", "accept length with so many drafts")
 _FORMS = (".json", ".yaml", ".yml")
@@ -112,12 +113,20 @@ def check_suffix(path: Path) -> None:
 def curve_of(paths: Iterable[Path]) -> AcceptanceCurve:
     """The curve of all runs at `paths` that drafted. Refused: none, and runs of different models, drafts, data sets or
     simulations."""
-    found = [item for path in paths for item in read_records("runs", path, lambda output: [])]
+    return curve_of_records(read_all(paths, lambda output: []))
+
+
+def read_all(paths: Iterable[Path], read_rows: ReadRows) -> list[tuple[Path, RunRecord]]:
+    return [item for path in paths for item in read_records("runs", path, read_rows)]
+
+
+def curve_of_records(found: list[tuple[Path, RunRecord]]) -> AcceptanceCurve:
+    """As `curve_of`."""
     drafting = [
         (place, record) for place, record in found if any(record.counters.get("acceptance", {}).get("drafted", ()))
     ]
     if not drafting:
-        listed = ", ".join(map(str, paths))
+        listed = ", ".join(str(place) for place, _ in found)
         raise refuse("runs", listed, "no run there used speculation; name runs that did")
     names = {_name(record): place for place, record in drafting}
     if len(names) > 1:

@@ -162,7 +162,7 @@ def _remarks(record: RunRecord) -> Iterator[Note]:
     if (reason := record.counters.get("no_accept_length")) and (record.drafts or not _is_known(record)):
         yield Note(f"No accept length: {reason}")
     if "server" in record.config:
-        yield from _of_server(record)
+        yield from server_notes(record)
 
 
 def _is_known(record: RunRecord) -> bool:
@@ -170,7 +170,8 @@ def _is_known(record: RunRecord) -> bool:
     return bool(record.config.get("speculation_known"))
 
 
-def _of_server(record: RunRecord) -> Iterator[Note]:
+def server_notes(record: RunRecord) -> Iterator[Note]:
+    """What may be wrong with the numbers of a server."""
     if _is_known(record) and not record.drafts and record.counters.get("server_acceptance"):
         name = record.workload["configuration"]
         yield Note(f"the server of {name} drafts, though its configuration names no algorithm", "SPECULATES")

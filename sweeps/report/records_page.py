@@ -50,7 +50,7 @@ REQUEST = {
     "category": "category of the prompt, if the data set has them",
     "turn": "turn of a conversation, from 1, if prompts have several",
     **documented(RequestMetrics),
-    "text_digest": "of `sweep`: the start of the SHA-256 of the answer's text, to compare answers",
+    "text_digest": "of `sweep` and `eval`: the start of the SHA-256 of the answer's text, to compare answers",
     "token_digest": "the same of its token ids; absent for a server, which reports none",
 }
 

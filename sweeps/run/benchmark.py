@@ -17,11 +17,11 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
 from specbatch.sweeps.report.point_notes import failures
 from specbatch.sweeps.report.points import load_records, precision_of
-from specbatch.sweeps.run.conversations import Call, ask, label, longest
+from specbatch.sweeps.run.conversations import ask, label, longest
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected, with_concurrency
 from specbatch.sweeps.run.runner import Measured, save_measured
-from specbatch.sweeps.run.sanity_checks import warnings, whole_text
+from specbatch.sweeps.run.sanity_checks import add_digests, warnings, whole_text
 from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.rounds import Rounds
@@ -29,11 +29,10 @@ from specbatch.sweeps.workload.workloads import Workload, sha256_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
-    from specbatch.sweeps.http.engine import HttpEngine
-    from specbatch.sweeps.http.server import Server
+    from specbatch.servers.engine import HttpEngine
+    from specbatch.servers.server import Server
     from specbatch.text.tokenizer import Tokenizer
 
-DIGEST = 16  # hexadecimal digits
 WARM_UP_TOKENS = 16
 OnMeasured = Callable[[Any, Point, RunRecord], None]
 CPU_WARM_UP = 4  # requests and tokens: a CPU has nothing to compile, and a whole batch takes as long as a point
@@ -184,7 +183,10 @@ class BenchmarkPrompts:
         completions = [completion for call in asked for completion in call.completions]
         record = engine.record(concurrency=point.concurrency, workload=self.describe(point.concurrency))
         label(workload, asked, record.requests, len(prompts))
-        _add_digests(record.requests, asked, len(prompts))
+        answers = {
+            (call.turn - 1) * len(prompts) + call.places[one.index]: one for call in asked for one in call.completions
+        }
+        add_digests(record.requests, answers)
         if workload.slo is not None:
             record.metrics |= workload.slo.metrics(record.requests, record.metrics["duration_s"])
         record.workload["output_sha256"] = sha256_of([item.token_ids or whole_text(item) for item in completions])
@@ -236,14 +238,3 @@ def _replicas(engine: InferenceEngine | HttpEngine) -> int:
 
 def _has_corpus(engine: InferenceEngine | HttpEngine) -> bool:
     return isinstance(engine.config, EngineConfig) and engine.config.speculation.corpus is not None
-
-
-def _add_digests(rows: list[dict[str, Any]], asked: list[Call], count: int) -> None:
-    """Add to each row, labelled by `label`, what its answer was, so that answers can be compared. A server reports no
-    tokens."""
-    answers = {(call.turn - 1) * count + call.places[one.index]: one for call in asked for one in call.completions}
-    for row in rows:
-        if (answer := answers.get(row["index"])) is not None and answer.is_complete:
-            row["text_digest"] = sha256_of([whole_text(answer)])[:DIGEST]
-            if answer.token_ids:
-                row["token_digest"] = sha256_of([answer.token_ids])[:DIGEST]

@@ -31,7 +31,7 @@ from specbatch.config.speculation import Speculation
 from specbatch.errors import each_once, refuse
 from specbatch.files.text_files import read_toml, read_yaml
 from specbatch.records.sweep_plan import folder_name
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.server import Server
 from specbatch.sweeps.run.engine_groups import engines_of
 from specbatch.sweeps.run.loading import OF_WEIGHTS
 

@@ -19,7 +19,7 @@ from specbatch.jobs.thinking import Reasoning
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
     from specbatch.sweeps.workload.workloads import Workload
     from specbatch.text.tokenizer import Tokenizer
 

@@ -112,5 +112,5 @@ class LoadedGroup:
                 raise
             return {}
         self._place, self.count = place, self.count + 1
-        self.tokenizer = next(iter(self._engines.values())).tokenizer
+        self.tokenizer = getattr(next(iter(self._engines.values())), "tokenizer", None)
         return self._engines

@@ -14,7 +14,7 @@ from specbatch.errors import counted
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.progress.bars import time_text
 from specbatch.records.sweep_plan import points
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.server import Server
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
 from specbatch.sweeps.run.benchmark import SweepOptions, check_concurrency
 from specbatch.sweeps.run.conversations import longest

@@ -14,7 +14,7 @@ from specbatch.config.speculation import Speculation
 from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
 from specbatch.memory.capacity import CPU_RUNNING
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.server import Server
 from specbatch.sweeps.run.engine_groups import ON_DEVICES, Failed, engines_of, groups_of
 from specbatch.sweeps.workload.lengths import shown
 from specbatch.sweeps.workload.workloads import Workload
@@ -22,7 +22,7 @@ from specbatch.sweeps.workload.workloads import Workload
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.engine.setup.prepare import Prepared
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
 
 Log = Callable[[str], None]
 Configs = Mapping[str, EngineConfig | Server]
@@ -66,6 +66,13 @@ def one_group(configs: Mapping[str, Any]) -> None:
             raise refuse(key, ", ".join(map(str, values)), works)
 
 
+def refuse_servers(configs: Configs) -> None:
+    """Refuse servers among what the workers of a cluster are to measure."""
+    if names := [name for name, config in configs.items() if isinstance(config, Server)]:
+        works = "the workers of a cluster cannot measure servers; leave them out, or run without a cluster"
+        raise refuse("configs", ", ".join(names), works)
+
+
 def with_concurrency(config: EngineConfig, concurrency: int) -> EngineConfig:
     """The configuration with a `max_running` for so many requests over all replicas. Refused: a lower one."""
     share = -(-concurrency // config.data_parallel)
@@ -96,11 +103,16 @@ def most_at_once(configs: Mapping[str, EngineConfig], *, elsewhere: bool) -> int
 
 @contextmanager
 def connected(
-    configs: Configs, log: Log | None, workload: Workload | None = None, failed: Failed | None = None
+    configs: Configs,
+    log: Log | None,
+    workload: Workload | None = None,
+    failed: Failed | None = None,
+    **of_clients: Any,
 ) -> Iterator[Engines]:
     """As `loaded`, with clients of the servers, which are connected to first. The prompts of servers next to an engine
-    are made with its tokenizer, so that none can be measured if no engine can be built."""
-    own, clients = engines_of(configs), _clients(configs, log, failed)
+    are made with its tokenizer, so that none can be measured if no engine can be built. of_clients: arguments of
+    `HttpEngine`."""
+    own, clients = engines_of(configs), _clients(configs, log, failed, of_clients)
     if failed and not own and not clients:
         raise SpecbatchError(next(iter(failed.values())))
     with ExitStack() as stack:
@@ -173,15 +185,17 @@ def clients_of(engines: Engines) -> list[HttpEngine]:
     return [engine for engine in engines.values() if isinstance(engine.config, Server)]
 
 
-def _clients(configs: Configs, log: Log | None, failed: Failed | None) -> dict[str, HttpEngine]:
+def _clients(
+    configs: Configs, log: Log | None, failed: Failed | None, settings: Mapping[str, Any]
+) -> dict[str, HttpEngine]:
     """Clients of the servers."""
     clients: dict[str, HttpEngine] = {}
     for name, server in configs.items():
         if isinstance(server, Server):
-            from specbatch.sweeps.http.engine import HttpEngine
+            from specbatch.servers.engine import HttpEngine
 
             with noted(failed, name):
-                clients[name] = HttpEngine(server, log=_prefixed(log, name))
+                clients[name] = HttpEngine(server, log=_prefixed(log, name), **settings)
             if failed and name in failed and log is not None:
                 log(f"{name}: {failed[name]}")
     return clients

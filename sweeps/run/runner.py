@@ -177,7 +177,8 @@ def measured_points(
         return
     shown_before = set[str]()
     logged = {*(failed or {}).items()}  # an engine that could not be built is logged where it was tried
-    ready = workload.prepare(engines, tokenizer or next(iter(engines.values())).tokenizer)
+    shared: Any = tokenizer or getattr(next(iter(engines.values())), "tokenizer", None)  # servers may need none
+    ready = workload.prepare(engines, shared)
     held: dict[str, str] | None = None if failed is None else {}
     for name, engine in engines.items():
         with noted(held, name):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.jobs.thinking import CLOSE, OPEN
-from specbatch.sweeps.workload.workloads import Workload
+from specbatch.sweeps.workload.workloads import Workload, sha256_of
 
 TEMPLATE_MARKS = (
     "<|im_start|>",
@@ -15,6 +16,7 @@ TEMPLATE_MARKS = (
     "<|user|>",
     "[INST]",
 )  # written only by a chat template
+DIGEST = 16  # hexadecimal digits
 LONGEST_PERIOD = 16  # tokens
 LEAST_LOOP = 32  # tokens at the end of an answer that repeat others
 
@@ -73,6 +75,16 @@ def warnings(
 def whole_text(completion: Completion) -> str:
     """Reasoning that a server split off, and text."""
     return (completion.reasoning or "") + completion.text
+
+
+def add_digests(rows: Iterable[dict[str, Any]], answers: dict[int, Completion]) -> None:
+    """Add to each row of a record what its answer was, so that answers can be compared. A server reports no tokens.
+    answers: by the index of a row."""
+    for row in rows:
+        if (answer := answers.get(row["index"])) is not None and answer.is_complete:
+            row["text_digest"] = sha256_of([whole_text(answer)])[:DIGEST]
+            if answer.token_ids:
+                row["token_digest"] = sha256_of([answer.token_ids])[:DIGEST]
 
 
 def ends_in_loop(tokens: Sequence[int]) -> bool:

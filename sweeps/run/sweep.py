@@ -21,7 +21,7 @@ from specbatch.sweeps.run.runner import PointWorkload, run_points
 
 if TYPE_CHECKING:
     from specbatch.replicas.cluster import Cluster
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
 
 
 def run_sweep(

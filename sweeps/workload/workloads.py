@@ -20,6 +20,7 @@ from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.jobs.prompt_file import location
 from specbatch.jobs.prompts import Prompt, misplaced_note, params_of
 from specbatch.records.objectives import Objectives
+from specbatch.servers.server import SENT
 from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categories, read_dataset
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
@@ -29,12 +30,6 @@ if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
 
 _UNUSED = {"n", "logprobs", "top_logprobs", "prompt_logprobs"}  # of a row's parameters, in a sweep
-SENT = frozenset(
-    {
-        *(*SAMPLED, "seed", "max_new_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-        *("skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    }
-)  # of a row's parameters, to a server
 RANDOM = ("random", "gsp")  # datasets of random token ids
 TEMPLATE = "Chat template"  # a box of --help
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import TINY, write_folder
-from eval_server import EngineServer, serving_engine
+from engine_server import EngineServer, serving_engine
 from misbehaving_server import Misbehaviour, chunk, event, good_stream, head, misbehaving
 from typer.testing import CliRunner, Result
 

@@ -12,7 +12,7 @@ from misbehaving_server import Misbehaviour, chunk, event, good_stream, head, mi
 from openai_server import Script, serving
 from rival_servers import Rival, rival
 
-from specbatch.sweeps.http.engine import HttpEngine
+from specbatch.servers.engine import HttpEngine
 
 from .conftest import TINY_SWEEP, StubTokenizer
 
@@ -283,7 +283,7 @@ def test_cluster_cannot_measure_servers(run, tmp_path, fake_ray):
     on_ray = ("--distributed", "ray", "--workers", 1, "--device", "cpu")
     result = run("sweep", "--configs", tmp_path / "grid.toml", *on_ray, "--output", tmp_path / "out", *TINY_SWEEP)
     assert result.exit_code == 2
-    assert "the workers of a cluster cannot measure servers (sglang, vllm); run this sweep without" in result.stderr
+    assert "the workers of a cluster cannot measure servers; leave them out, or run without" in result.stderr
 
 
 def test_server_that_is_down_fails_its_points_only(run, tmp_path):

@@ -42,6 +42,19 @@ def interrupted(make_engine: Any, evaluate: Any, mixed_reply: Any, tmp_path: Pat
     return tmp_path / "out"
 
 
+def test_answers_of_earlier_versions_are_kept(
+    interrupted: Path, make_engine: Any, evaluate: Any, mixed_reply: Any
+) -> None:
+    """They wrote fewer numbers of each request."""
+    head, *rows = lines(interrupted / PARTIAL)
+    for row in rows:
+        del row["untrimmed_histogram"]
+    (interrupted / PARTIAL).write_text("".join(json.dumps(row) + "\n" for row in (head, *rows)))
+    engine = make_engine(mixed_reply)
+    evaluate(engine=engine, output=interrupted)
+    assert len(engine.calls[0]["prompts"]) == 5
+
+
 def test_only_missing_answers_are_generated(
     interrupted: Path, make_engine: Any, evaluate: Any, mixed_reply: Any, report: EvalReport
 ) -> None:

@@ -28,12 +28,12 @@ from mutate import HOSTILE, dump_json, mutate_bytes, mutate_json_text, mutate_va
 
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.sweeps.http import client as http_client
-from specbatch.sweeps.http.answer import SPECIAL_TOKENS, Answer
-from specbatch.sweeps.http.client import Failed, parsed
-from specbatch.sweeps.http.engine import HttpEngine, Server
-from specbatch.sweeps.http.scoring import likelihood_of
-from specbatch.sweeps.http.server_counters import accepted, counters_of
+from specbatch.servers import client as http_client
+from specbatch.servers.answer import SPECIAL_TOKENS, Answer
+from specbatch.servers.client import Failed, parsed
+from specbatch.servers.engine import HttpEngine, Server
+from specbatch.servers.scoring import likelihood_of
+from specbatch.servers.server_counters import accepted, counters_of
 
 TOKENS = 6
 TIMEOUT_S = 0.15

@@ -31,7 +31,7 @@ CHOSEN_IN: dict[str, tuple[str, ...]] = {
     "what is compared first": ("specbatch/records/runs.py", "sweeps/report/advice.py", "sweeps/report/compare.py"),
     "measured there, or read from a server": (
         "specbatch/engine/record_window.py", "specbatch/engine/scoring.py", "specbatch/records/objectives.py",
-        "sweeps/http/engine.py", "sweeps/http/server_counters.py",
+        "specbatch/servers/engine.py", "specbatch/servers/server_counters.py",
     ),
     "an example in the documentation": ("sweeps/report/records_page.py",),
     "a setting of the same name": ("sweeps/workload/workloads.py",),

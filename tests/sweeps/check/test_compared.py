@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from specbatch.servers.replies import Reply
 from specbatch.sweeps.check.compared import FAULT, LEAST_GAP, ROUNDING, UNJUDGED, bound_of, compare, noise
-from specbatch.sweeps.http.replies import Reply
 
 WANTED = [11, 12, 13, 14, 15, 16, 17, 18]
 

@@ -7,10 +7,10 @@ import math
 import pytest
 
 from specbatch.errors import SpecbatchError
+from specbatch.servers.replies import Reply
 from specbatch.sweeps.check.options import PROBES, probes_of
 from specbatch.sweeps.check.places import clear_tokens, first_change, hot_chances, largest_gap, lead, stop_place
 from specbatch.sweeps.check.probes import Probes
-from specbatch.sweeps.http.replies import Reply
 
 
 def reply(*places: dict[int, float], chosen: tuple[int, ...] = ()) -> Reply:

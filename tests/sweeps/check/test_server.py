@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_server import FAULTS, IGNORING, EngineServer, letters_engine, serving_engine, write_letters
+from engine_server import FAULTS, IGNORING, EngineServer, serving_engine
+from letters import letters_engine, write_letters
 from typer.testing import CliRunner, Result
 
 from specbatch.cli.app import app
 from specbatch.engine.engine import Engine
 from specbatch.records.store import load_record
+from specbatch.servers.engine import HttpEngine
+from specbatch.servers.server import Server
 from specbatch.sweeps.check.options import PROBES, CheckOptions, ServerOptions
 from specbatch.sweeps.check.server import run_server
 from specbatch.sweeps.check.server_report import ServerReport
-from specbatch.sweeps.http.engine import HttpEngine
-from specbatch.sweeps.http.server import Server
 
 PROMPTS = ("The ferry left the harbor", "To bake a loaf of bread", "Rivers shape the land", "Dear Ms. Okafor,")
 TOGETHER = (*IGNORING.values(), "ignores response_format", "counts tokens twice")  # faults of different settings
@@ -43,7 +44,9 @@ def serve(engine: Engine) -> Iterator[Callable[..., str]]:
     with ExitStack() as stack:
 
         def start(*faults: str, engine: Engine = engine, **settings: Any) -> str:
-            return stack.enter_context(serving_engine(EngineServer(engine, frozenset(faults), **settings)))
+            of_model = {"model": "letters", "kind": "test", "root": engine.config.model}
+            server = EngineServer(engine, faults=frozenset(faults), **of_model, **settings)
+            return stack.enter_context(serving_engine(server))
 
         yield start
 
@@ -192,9 +195,9 @@ def test_refused_key_and_options_without_a_server(serve: Any, command: Any) -> N
 
 
 def test_answers_are_kept_when_the_server_stops(serve: Any, command: Any, tmp_path: Path) -> None:
-    found = command(serve(most=7), "--probes", "none")
+    found = command(serve(fails=lambda number: number >= 7), "--probes", "none")
     assert found.exit_code == 1, found.output
-    assert "requests failed: HTTP 500" in found.output
+    assert "requests failed: HTTP 503" in found.output
     rows = [json.loads(line) for line in (tmp_path / "out" / "answers.jsonl").read_text().splitlines()]
     assert sum(bool(row["text"]) for row in rows) == 6, "the first request of all shows what the server has"
 

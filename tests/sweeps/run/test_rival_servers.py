@@ -10,8 +10,8 @@ from rival_servers import Rival, rival
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.records.schema import Record, checked
-from specbatch.sweeps.http import server_cache
-from specbatch.sweeps.http.engine import HttpEngine, Server
+from specbatch.servers import server_cache
+from specbatch.servers.engine import HttpEngine, Server
 from specbatch.sweeps.report.acceptance import server_acceptance
 
 KINDS = ("vllm", "sglang")

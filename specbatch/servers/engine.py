@@ -32,16 +32,15 @@ from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import error_counts, most_at_once, peak_throughput, summarize
-from specbatch.sweeps.http import client as http_client
-from specbatch.sweeps.http.answer import Answer
-from specbatch.sweeps.http.client import CONNECT_S, ERRORS, Failed, StatusError, Unanswered, describe, events, parsed
-from specbatch.sweeps.http.prompt_text import PromptText
-from specbatch.sweeps.http.scoring import Scores
-from specbatch.sweeps.http.server import Server
-from specbatch.sweeps.http.server_cache import ServerCache
-from specbatch.sweeps.http.server_counters import accepted, counters_of
-from specbatch.sweeps.http.verifies import Drafting, Timings
-from specbatch.sweeps.workload.workloads import SENT
+from specbatch.servers import client as http_client
+from specbatch.servers.answer import Answer
+from specbatch.servers.client import CONNECT_S, ERRORS, Failed, StatusError, Unanswered, describe, events, parsed
+from specbatch.servers.prompt_text import PromptText
+from specbatch.servers.scoring import Scores
+from specbatch.servers.server import SENT, Server
+from specbatch.servers.server_cache import ServerCache
+from specbatch.servers.server_counters import accepted, counters_of
+from specbatch.servers.verifies import Drafting, Timings
 
 if TYPE_CHECKING:
     from specbatch.engine.scoring import Likelihood, Pair

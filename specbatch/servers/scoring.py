@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from specbatch.config.settings import is_number
-from specbatch.sweeps.http import client as http_client
-from specbatch.sweeps.http.client import CONNECT_S, Failed, Unanswered, describe
-from specbatch.sweeps.http.server import Server
+from specbatch.servers import client as http_client
+from specbatch.servers.client import CONNECT_S, Failed, Unanswered, describe
+from specbatch.servers.server import Server
 
 if TYPE_CHECKING:
     from specbatch.engine.scoring import Likelihood, Pair, Tally

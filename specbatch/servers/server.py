@@ -1,4 +1,4 @@
-"""A server of another engine, as a configuration of a sweep."""
+"""A server of another engine, and how requests are sent to it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from urllib.parse import urlsplit
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.settings import setting
 from specbatch.config.speculation import Speculation
+from specbatch.core.sampling_params import SAMPLED
 from specbatch.errors import refuse
 
 SENDS = ("ids", "text", "chat")
+SENT = frozenset(
+    {
+        *(*SAMPLED, "seed", "max_new_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
+        *("skip_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    }
+)  # of the parameters of a prompt
 CONCURRENCY = 32  # requests of an evaluation at a time, unless the user says otherwise
 _OF_MODEL = ("model", "load_format", "tokenizer", "seed")  # settings that say what the numbers of a sweep are of
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from specbatch.sweeps.http.client import Failed
-from specbatch.sweeps.http.replies import Reply
+from specbatch.servers.client import Failed
+from specbatch.servers.replies import Reply
 
 TEXTS = {"tokens": ["a", "b"], "token_logprobs": [-0.5, -1.0], "top_logprobs": [{"a": -0.5, "c": -2.0}, {"b": -1.0}]}
 IDS = {

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from specbatch.sweeps.http.prompt_text import QUESTION, PromptText
+from specbatch.servers.prompt_text import QUESTION, PromptText
 
 BOS = 1
 PROMPT = [BOS, *b"user: hi"]

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from specbatch.sweeps.http import client as http_client
-from specbatch.sweeps.http.answer import texts_of
-from specbatch.sweeps.http.client import CONNECT_S, Failed, StatusError, Unanswered, describe, events, parsed
+from specbatch.servers import client as http_client
+from specbatch.servers.answer import texts_of
+from specbatch.servers.client import CONNECT_S, Failed, StatusError, Unanswered, describe, events, parsed
 
 if TYPE_CHECKING:
-    from specbatch.sweeps.http.engine import HttpEngine
+    from specbatch.servers.engine import HttpEngine
 
 Token = int | str
 WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}

@@ -8,9 +8,9 @@ import pytest
 from misbehaving_server import Misbehaviour, head, misbehaving
 
 from specbatch.engine.scoring import Likelihood
-from specbatch.sweeps.http.client import Failed
-from specbatch.sweeps.http.scoring import Scores, likelihood_of
-from specbatch.sweeps.http.server import Server
+from specbatch.servers.client import Failed
+from specbatch.servers.scoring import Scores, likelihood_of
+from specbatch.servers.server import Server
 
 CHOSEN = [None, -1.0, -2.0, -0.5]
 TOP = [None, {"a": -1.0, "b": -3.0}, {"c": -1.5, "d": -2.0}, {"e": -0.5}]

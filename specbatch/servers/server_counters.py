@@ -5,7 +5,7 @@ verifies emitted over verifies, those without drafts included, the first token o
 past a stop left out. What servers count is converted to it:
 
 * vLLM (checked with 0.33.0: vllm/v1/spec_decode/metrics.py, vllm/v1/metrics/loggers.py and stats.py) reports the
-  verifies of each request, if it was started with `--per-request-spec-decode-metrics` (`sweeps.http.verifies`). Else
+  verifies of each request, if it was started with `--per-request-spec-decode-metrics` (`servers.verifies`). Else
   its counters are read: of verifies with drafts (those of n-gram lookup that finds nothing, too: it drafts the last
   token), and of drafts accepted before tokens past a stop are trimmed. But it observes one inter-token latency for each
   step of a request that emitted tokens after its first ones, and one time to first token for each request. So accept
@@ -35,7 +35,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from specbatch.core.request import Completion
 from specbatch.records.markdown import sum_lists
 from specbatch.records.summarize import emitted_histogram, total_acceptance
-from specbatch.sweeps.http.verifies import Drafting, Timings
+from specbatch.servers.verifies import Drafting, Timings
 
 DRAFTS, DRAFTED, ACCEPTED, BY_POSITION = (
     f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")

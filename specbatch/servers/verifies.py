@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import RequestMetrics
-from specbatch.sweeps.http.client import Failed, one_line
+from specbatch.servers.client import Failed, one_line
 
 MOST_DRAFTS = 1_024  # of a verify that are read
 
@@ -57,6 +57,12 @@ class Drafting:
     proposed: int
     accepted_histogram: tuple[int, ...]
     steps: tuple[Step, ...] = ()
+
+    @property
+    def drafts_are_alike(self) -> bool:
+        """Whether the histogram is of all verifies, and each of them had as many drafts as it has places for."""
+        counts = self.accepted_histogram
+        return sum(counts) == self.verifies and self.proposed == self.verifies * (len(counts) - 1)
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ def add_verifies(
         _count(metrics, steps, silent, trimmed, max_tokens)
     elif isinstance(drafting, Timings):
         metrics.drafted, metrics.accepted = drafting.proposed, drafting.accepted
+    elif drafting.drafts_are_alike:
+        metrics.untrimmed_histogram = list(drafting.accepted_histogram)
 
 
 def _count(metrics: RequestMetrics, steps: Sequence[Step], silent: int, trimmed: int, max_tokens: int) -> None:

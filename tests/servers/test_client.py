@@ -24,8 +24,8 @@ from misbehaving_server import (
 
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.sweeps.http import client as http_client
-from specbatch.sweeps.http.engine import HttpEngine, Server
+from specbatch.servers import client as http_client
+from specbatch.servers.engine import HttpEngine, Server
 
 BYTES = types.SimpleNamespace(
     name="bytes", vocab_size=256, eos_ids=frozenset(), bos_id=1,

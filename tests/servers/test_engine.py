@@ -16,9 +16,9 @@ from openai_server import Script, serving
 
 from specbatch.core.request import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.sweeps.http.answer import Answer
-from specbatch.sweeps.http.engine import HttpEngine, Server
-from specbatch.sweeps.http.server_counters import accepted, counters_of
+from specbatch.servers.answer import Answer
+from specbatch.servers.engine import HttpEngine, Server
+from specbatch.servers.server_counters import accepted, counters_of
 from specbatch.weights import open_tokenizer
 
 BYTES = types.SimpleNamespace(

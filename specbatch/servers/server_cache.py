@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from specbatch.sweeps.http.client import ERRORS, StatusError, describe
+from specbatch.servers.client import ERRORS, StatusError, describe
 
 EMPTYING = ("/flush_cache", "/reset_prefix_cache")  # SGLang, vLLM
 NOT_EMPTIED = "NOT EMPTIED"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specbatch.sweeps.http import server_cache
-from specbatch.sweeps.http.client import StatusError
-from specbatch.sweeps.http.server_cache import ServerCache
+from specbatch.servers import server_cache
+from specbatch.servers.client import StatusError
+from specbatch.servers.server_cache import ServerCache
 
 
 def absent(path: str) -> str:

@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from specbatch.core.request import Completion, RequestMetrics
-from specbatch.sweeps.http.client import Failed, message_of, one_line
-from specbatch.sweeps.http.verifies import (
+from specbatch.servers.client import Failed, message_of, one_line
+from specbatch.servers.verifies import (
     Drafting,
     Progress,
     Timings,

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from specbatch.core.request import Request, RequestMetrics, SamplingParams
-from specbatch.sweeps.http.answer import Answer
-from specbatch.sweeps.http.client import Failed
-from specbatch.sweeps.http.verifies import Progress, Step, Timings, of_llamacpp
+from specbatch.servers.answer import Answer
+from specbatch.servers.client import Failed
+from specbatch.servers.verifies import Progress, Step, Timings, of_llamacpp
 
-ANSWERS = Path(__file__).parents[2] / "kit" / "llamacpp_answers.json"  # of xllamacpp 2026.10.11549
+ANSWERS = Path(__file__).parents[1] / "kit" / "llamacpp_answers.json"  # of xllamacpp 2026.10.11549
 PROMPT, END, DEPTH = [5, 6, 7], 1, 4
 COUNTS = ("verify_steps", "emitted", "drafted", "accepted", "accept_length", "emitted_histogram", "acceptance")
 

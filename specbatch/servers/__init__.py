@@ -1,0 +1,1 @@
+"""Servers of other engines over HTTP, as engines of sweeps, evaluations and checks."""

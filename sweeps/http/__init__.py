@@ -1,1 +1,0 @@
-"""Servers of other engines over HTTP, as engines of a sweep."""

@@ -1,0 +1,146 @@
+"""`specbatch eval --configs` with servers: a tiny model behind a server and by itself, in the same rounds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import TINY, write_folder
+from engine_server import EngineServer, serving_engine
+from typer.testing import CliRunner, Result
+
+from specbatch.cli.app import app
+from specbatch.config.engine_config import EngineConfig
+from specbatch.engine.engine import Engine
+
+LIMIT = 4
+TASK = ("one_digit_sums", "--num-fewshot", 1, "--limit", LIMIT, "--max-new-tokens", 8)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Engine]]:
+    folder = write_folder(tmp_path_factory.mktemp("model") / "tiny", TINY | {"max_position_embeddings": 512})
+    with Engine(EngineConfig(model=str(folder), device="cpu", max_model_len=512)) as engine:
+        yield folder, engine
+
+
+@pytest.fixture
+def server(tiny: tuple[Path, Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineServer:
+    monkeypatch.setattr("specbatch.evals.server_lm.PAUSE_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    return EngineServer(tiny[1])
+
+
+def grid(*tables: str) -> str:
+    Path("grid.toml").write_text("\n".join(tables))
+    return "grid.toml"
+
+
+def of(name: str, url: str, *more: str) -> str:
+    return "\n".join([f'[{name}]\nengine = "http"\nbase-url = "{url}"', *more])
+
+
+OURS = '[baseline]\nspec = "off"'
+
+
+def evaluate(tiny: tuple[Path, Engine], *words: object, exit_code: int = 0) -> Result:
+    ours = ("--model", tiny[0], "--device", "cpu", "--configs", "grid.toml", "--out", "out")
+    result = CliRunner().invoke(app, [str(word) for word in ("eval", *TASK, *ours, *words)], env={"COLUMNS": "1000"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == exit_code, result.output
+    return result
+
+
+def rows() -> dict[tuple[int, str], dict[str, Any]]:
+    found = json.loads(Path("out/summary.json").read_text())["rows"]
+    return {(row["concurrency"], row["configuration"]): row for row in found}
+
+
+def test_a_server_and_this_engine_are_paired_question_by_question(tiny: Any, server: EngineServer) -> None:
+    with serving_engine(server) as url:
+        grid(OURS, of("ids", url), of("text", url, 'send = "text"'))
+        result = evaluate(tiny, "--concurrency", 2, "--repeats", 2)
+        asked = len(server.bodies)
+        assert "6 of 6 points are finished" in evaluate(tiny, "--concurrency", 2, "--repeats", 2).stderr
+    assert len(server.bodies) == asked
+    found = rows()
+    assert [*found] == [(2, name) for name in ("baseline", "ids", "text")]
+    for name in ("ids", "text"):
+        row = found[2, name]
+        assert (row["base"], row["same_answers"], row["lost"], row["gained"]) == ("baseline", LIMIT, 0, 0)
+        assert row["repeats"] == 2
+        assert row["speedup_low"] < row["speedup"] < row["speedup_high"]
+    assert f"* ids: server (vllm 0.33.0) at {url}, prompts as ids\n" in result.stdout
+    assert "of servers text for text" in result.stdout
+    digests = [
+        [json.loads(line)["text_digest"] for line in Path(f"out/{name}/c2/r1/requests.jsonl").read_text().splitlines()]
+        for name in ("baseline", "ids", "text")
+    ]
+    assert digests[0] == digests[1] == digests[2]
+
+
+def test_points_of_a_server_that_fails_run_again(tiny: Any, server: EngineServer) -> None:
+    server.fails = lambda number: number >= LIMIT + 2  # after the warm-up and some of the first point
+    with serving_engine(server) as url:
+        grid(OURS, of("rival", url))
+        result = evaluate(tiny, "--concurrency", 1, exit_code=1)
+        assert "rival at concurrency 1: left out, " in result.stdout
+        assert "requests without an answer: HTTP 503" in result.stdout
+        server.fails = lambda number: False
+        again = evaluate(tiny, "--concurrency", 1)
+        assert "1 of 2 points are finished" in again.stderr
+    assert rows()[1, "rival"]["same_answers"] == LIMIT
+
+
+def test_requests_that_were_asked_again_are_noted(tiny: Any, server: EngineServer) -> None:
+    server.fails = lambda number: number == LIMIT + 1
+    with serving_engine(server) as url:
+        grid(OURS, of("rival", url))
+        result = evaluate(tiny, "--concurrency", 1)
+        assert "FAILED: 1 request had to be asked again, which is in the times" in result.stdout
+        evaluate(tiny, "--concurrency", 1)  # measures it again
+    assert "FAILED" not in Path("out/summary.md").read_text()
+
+
+def test_a_server_that_is_not_there_is_left_out(tiny: Any, server: EngineServer) -> None:
+    grid(OURS, of("rival", "http://127.0.0.1:9"))
+    result = evaluate(tiny, "--concurrency", 1, exit_code=1)
+    assert "rival: left out, " in result.stdout
+    assert [*rows()] == [(1, "baseline")]
+
+
+def test_servers_alone_get_messages_and_need_no_tokenizer(tiny: Any, server: EngineServer) -> None:
+    with serving_engine(server) as url:
+        grid(*(of(name, url, 'send = "chat"', 'model = "org/tiny"') for name in ("a", "b")))
+        result = evaluate(tiny, "--chat-template", "--no-thinking", "--concurrency", 2)
+    assert {path for path, _ in server.bodies} == {"/v1/chat/completions"}
+    assert rows()[2, "b"]["same_answers"] == LIMIT
+    assert "Model: org/tiny. Data:" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("tables", "words", "message"),
+    [
+        ((OURS, 'send = "chat"'), ("--chat-template",), "renders the messages itself, and baseline would have other"),
+        (("", 'send = "chat"'), (), "add --chat-template"),
+        ((OURS, 'max-running = 3'), (), "is no option of a server"),
+        ((OURS, 'send = "words"'), (), "use one of ids, text, chat"),
+    ],
+)  # fmt: skip
+def test_refusals(tiny: Any, server: EngineServer, tables: Any, words: Any, message: str) -> None:
+    ours, more = tables
+    grid(ours, of("rival", "http://127.0.0.1:9", more))
+    result = evaluate(tiny, *words, exit_code=2)
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("error"))
+    assert message in line
+    assert not Path("out").exists()
+
+
+def test_cluster_cannot_measure_servers(tiny: Any, server: EngineServer, fake_ray: Any) -> None:
+    grid(OURS, of("rival", "http://127.0.0.1:9"))
+    result = evaluate(tiny, "--distributed", "ray", "--workers", 1, exit_code=2)
+    assert "the workers of a cluster cannot measure servers; leave them out" in result.stderr
