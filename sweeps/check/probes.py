@@ -354,6 +354,8 @@ class Probes:
 
     def _logprobs(self) -> tuple[str, str]:
         for _, reply in self._answers():
+            if reply.unshown:
+                return WRONG, f"none are sent for {reply.unshown} of {counted(reply.completion_tokens or 0, 'token')}"
             if not reply.top:
                 return IGNORED, "none are sent"
             if not len(reply.tokens) == len(reply.logprobs) == len(reply.top):

@@ -99,7 +99,8 @@ class HttpEngine:
             self.tokenizer = self._open_tokenizer(found)
         self.config = server
         self.caps: dict[str, Any] = {"device": server.base_url, "dtype": "the server's own"}
-        longest = found.get("max_model_len")
+        meta = found.get("meta")  # of llama.cpp
+        longest = found.get("max_model_len", meta.get("n_ctx") if isinstance(meta, dict) else None)
         if isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 2**31:
             self.caps["max_model_len"] = longest
         self._messages: dict[tuple[int, ...], Messages] = {}

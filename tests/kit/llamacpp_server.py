@@ -34,6 +34,8 @@ def start(arguments: argparse.Namespace) -> Any:
     params.speculative.ngram_simple.size_n, params.speculative.ngram_simple.size_m = 3, arguments.draft_tokens
     params.n_parallel, params.n_ctx = arguments.slots, arguments.slots * arguments.context
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = arguments.threads
+    if arguments.samplers:
+        params.sampling.samplers = arguments.samplers
     params.hostnames, params.port, params.verbosity = ["127.0.0.1"], arguments.port, -1
     params.endpoint_metrics, params.warmup = True, False
     return xllamacpp.Server(params)
@@ -50,20 +52,21 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=4, help="requests at a time")
     parser.add_argument("--context", type=int, default=2048, help="tokens per slot")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--samplers", help="the chain of samplers, such as top_k;top_p;temperature")
     server = start(parser.parse_args())
     print(server.listening_address, flush=True)
     sys.stdin.read()
     os._exit(0)  # it does not always end by itself
 
 
-def write_draft(model: Path, draft: Path, *, skip: range = range(0), **changes: Any) -> Path:
+def write_changed(model: Path, changed: Path, *, skip: range = range(0), **changes: Any) -> Path:
     """A copy of a .gguf file without some layers and with other values of keys (with _ for .)."""
     import gguf
 
     reader = gguf.GGUFReader(model)
     kept = [layer for layer in range(reader.fields["llama.block_count"].contents()) if layer not in skip]
     changes["llama_block_count"] = len(kept)
-    writer = gguf.GGUFWriter(draft, "llama")
+    writer = gguf.GGUFWriter(changed, "llama")
     for name, field in reader.fields.items():
         if not name.startswith("GGUF.") and name != "general.architecture":
             value = changes.get(name.replace(".", "_"), field.contents())
@@ -79,7 +82,7 @@ def write_draft(model: Path, draft: Path, *, skip: range = range(0), **changes: 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return draft
+    return changed
 
 
 @contextmanager
