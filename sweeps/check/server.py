@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import Completion
-from specbatch.errors import counted, refuse
+from specbatch.errors import refuse
 from specbatch.progress.bars import Report
 from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.compared import bound_of, compare, noise
@@ -297,7 +297,8 @@ def _against(
         return f"this engine with {own.model}, without drafts; assumed: these are the server's weights"
     if switched:
         return "its own answers with speculative.n_max=0, each prompt alone (it drafted nothing then)"
-    why = "drafts all the same with speculative.n_max=0" if switched is False else "cannot switch drafts off for a request"
+    ignores = switched is False
+    why = "drafts all the same with speculative.n_max=0" if ignores else "cannot switch drafts off for a request"
     return (
         f"its own answers to each prompt alone. The server {why}, so a fault that all its answers have is not found; "
         "--baseline-url or --weights finds it"

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
 
 NAME_LENGTH = 200  # of a model, which becomes the name of a folder
-VERSION = ("/version", "/server_info")  # vLLM, SGLang
+VERSION = {"/version": "version", "/server_info": "version", "/props": "build_info"}  # vLLM, SGLang, llama.cpp
 VLLM, SGLANG, LLAMACPP = "vllm", "sglang", "llamacpp"  # owned_by of their models
 NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_penalty": 1.0}
 LONGEST_PENALIZED = 2**20  # tokens: llama.cpp's server has no number for all, and a buffer of so many
@@ -411,10 +411,10 @@ class HttpEngine:
 
     def _version(self) -> str | None:
         """The server's own version, if it has an endpoint for that."""
-        for path in VERSION:
+        for path, key in VERSION.items():
             with suppress(ValueError, RecursionError):
                 found = json.loads(self._get_text(path))
-                if isinstance(found, dict) and _is_name(version := found.get("version")):
+                if isinstance(found, dict) and _is_name(version := found.get(key)):
                     return version
         return None
 

@@ -1,4 +1,4 @@
-"""A real llama.cpp server on loopback, in a process of its own: SmolLM2-135M from its GGUF file, with or without drafts.
+"""A real llama.cpp server on loopback, in a process of its own, with or without drafts.
 
 It comes from the package xllamacpp, without which tests that need it are skipped. By hand:
 
