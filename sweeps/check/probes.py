@@ -330,7 +330,11 @@ class Probes:
             for end in ends:
                 short, long = (self._reply(place, min_tokens=count, **end) for count in (0, least))
                 if _length(short) < least and short.finish_reason == "stop":
-                    return (HONORED, "") if _length(long) >= least else (IGNORED, f"{_length(long)} tokens for {least}")
+                    return (
+                        (HONORED, "")
+                        if _length(long) >= least
+                        else (IGNORED, f"{counted(_length(long), 'token')} for {least}")
+                    )
         return UNTESTED, "no answer could be ended early (stop_token_ids, logit_bias)"
 
     def _logit_bias(self) -> tuple[str, str]:
