@@ -387,7 +387,10 @@ _WITHOUT_TEMPERATURE = ("max_tokens", "usage", "logprobs", "response_format")
 
 
 def _differs(answer: Reply, reply: Reply, count: int) -> bool:
-    """Whether it has other tokens among the first `count`; an answer may be shorter than it was asked for."""
+    """Whether it has other tokens among the first `count`; an answer may be shorter than it was asked for. Some servers
+    show the tokens of one and not of the other."""
+    if bool(answer.ids or answer.pieces) != bool(reply.ids or reply.pieces):
+        return not reply.text.startswith(answer.text)
     count = min(count, len(answer.tokens))
     return answer.tokens[:count] != reply.tokens[:count]
 
