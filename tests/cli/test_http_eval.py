@@ -306,7 +306,7 @@ def test_reasoning_gym_scores_the_answers_of_a_server(server, ask, use_packages,
     ask("--limit", 4, "--max-new-tokens", 8, *words, task=("reasoning_gym:doubles",))
     scores = [value for row in questions("out") for of in row["scores"].values() for value in of.values()]
     assert sorted(scores) == [0.25, 0.25, 0.25, 1.0]
-    path, body = server.bodies[0]
+    _, body = server.bodies[0]
     assert "double " in (body["messages"][-1]["content"] if words else body["prompt"])
 
 
