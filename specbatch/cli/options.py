@@ -95,7 +95,7 @@ _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
     "prefill_chunk": (str, AUTO, ""),
     "memory_fraction": (str, AUTO, ""),
     "prefix_cache": (bool | None, None, "Default: on."),
-    "decode_graph": (str | None, None, "Default: whole on a CUDA device, off on a CPU."),
+    "decode_graph": (str | None, None, "Default: auto."),
     "prefill_graph": (
         str | None,
         None,
@@ -255,20 +255,18 @@ class EngineOptions(SimpleNamespace):
             name, rule = f"{item.name}_graph", item.metadata["rule"]
             if getattr(self, name) is not None and not rule.fits(getattr(self, name)):
                 raise refuse(name, getattr(self, name), rule.works)
-        graphs = Graphs(decode=self.decode_graph or "off", prefill=self.prefill_graph or "off")
+        graphs = Graphs(self.decode_graph or "auto", self.prefill_graph or ("off" if compares else "auto"))
         config = EngineConfig(**settings | {"speculation": self.speculation(), "graphs": graphs})
         if config.data_parallel == 1 and not elsewhere and not compares:  # else the engine may be in another process
             from specbatch.runtime.cuda_context import make_context_ahead
 
             make_context_ahead(config.device)
-        if self.decode_graph and (self.prefill_graph or compares):
+        if "auto" not in (graphs.decode, graphs.prefill):
             return config
-        from specbatch.runtime.device import default_graphs, find_device
+        from specbatch.runtime.device import find_device
 
         _keep_imports()
-        usual = default_graphs(config.device if elsewhere else find_device(config.device).type)
-        prefill = self.prefill_graph or ("off" if compares else usual.prefill)
-        return replace(config, graphs=Graphs(self.decode_graph or usual.decode, prefill))
+        return replace(config, graphs=graphs.on(config.device if elsewhere else find_device(config.device).type))
 
     def _number_or_auto(self, name: str, kind: type[int] | type[float]) -> Any:
         """The value of an option that is a number or auto; None if it is not given and has no default."""

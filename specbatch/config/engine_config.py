@@ -18,8 +18,8 @@ from specbatch.errors import MOST_SEED, refuse
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-DECODE_GRAPHS = ("off", "whole")
-PREFILL_GRAPHS = ("off", "piecewise")
+DECODE_GRAPHS = ("off", "whole", "auto")
+PREFILL_GRAPHS = ("off", "piecewise", "auto")
 ATTENTION_BACKENDS = ("auto", "gluon", "triton", "torch")
 LIMIT_RUNNING = 1 << 14  # requests: beyond that a step takes proportionally longer, so that nothing is gained
 KV_DTYPES = ("auto", "fp8", "model")
@@ -33,17 +33,26 @@ class Graphs:
 
     decode: str = setting(
         "off",
-        "whole: one CUDA graph for each decode iteration (draft, verify, accept, commit).",
+        "whole: one CUDA graph for each decode iteration (draft, verify, accept, commit). auto: whole on a CUDA "
+        "device, off on a CPU.",
         choices=DECODE_GRAPHS,
     )
     prefill: str = setting(
         "off",
-        "piecewise: CUDA graphs for the parts of a prefill pass between attention layers.",
+        "piecewise: CUDA graphs for the parts of a prefill pass between attention layers. auto: piecewise on a CUDA "
+        "device, off on a CPU.",
         choices=PREFILL_GRAPHS,
     )
 
     def __post_init__(self) -> None:
         check_fields(self, "graphs.")
+
+    def on(self, device_type: str) -> Graphs:
+        """With the choice of auto on a device of this type."""
+        whole, piecewise = ("whole", "piecewise") if device_type == "cuda" else ("off", "off")
+        return Graphs(
+            whole if self.decode == "auto" else self.decode, piecewise if self.prefill == "auto" else self.prefill
+        )
 
     def __str__(self) -> str:
         asked = [f"{name} {mode}" for name, mode in asdict(self).items() if mode != "off"]
@@ -53,6 +62,8 @@ class Graphs:
     def any(self) -> bool:
         return (self.decode, self.prefill) != ("off", "off")
 
+
+AUTO_GRAPHS = Graphs("auto", "auto")
 
 # Parameters of vLLM and SGLang that users try, and what works here.
 _FOREIGN_NAMES = {
@@ -175,7 +186,7 @@ class EngineConfig:
         0, "Seed for requests that have none, for random prompts and for dummy weights.", whole(0, MOST_SEED)
     )
     speculation: Speculation = field(default_factory=Speculation)
-    graphs: Graphs = field(default_factory=Graphs)
+    graphs: Graphs = AUTO_GRAPHS
     job: JobSize = field(default_factory=JobSize)
 
     def __post_init__(self) -> None:

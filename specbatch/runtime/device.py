@@ -6,7 +6,6 @@ import itertools
 
 import torch
 
-from specbatch.config.engine_config import Graphs
 from specbatch.errors import refuse
 
 _NO_MEMORY = (
@@ -42,11 +41,6 @@ def far_device(count: int) -> str:
 def device_type(name: str) -> str:
     """cpu or cuda, also of a CUDA device that this machine does not have."""
     return "cuda" if name.startswith("cuda") else find_device(name).type
-
-
-def default_graphs(device_type: str) -> Graphs:
-    """The graphs that commands record by default: without any, they would time the host on a GPU."""
-    return Graphs("whole", "piecewise") if device_type == "cuda" else Graphs()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

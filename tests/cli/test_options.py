@@ -13,7 +13,7 @@ from specbatch.errors import SpecbatchError
 
 
 def test_defaults_are_those_of_the_engine():
-    assert EngineOptions(device="cpu").config() == EngineConfig(device="cpu")
+    assert EngineOptions(device="cpu").config() == EngineConfig(device="cpu", graphs=Graphs())
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_configuration_is_frozen_and_serialisable() -> None:
     found = json.loads(json.dumps(config.as_dict()))
     assert found["kv_pages"] == 7
     assert found["speculation"]["algorithm"] == "ngram"
-    assert found["graphs"] == dataclasses.asdict(Graphs())
+    assert found["graphs"] == {"decode": "auto", "prefill": "auto"}
     assert {item.name for item in dataclasses.fields(EngineConfig)} == {*found, "job"}
     assert config == dataclasses.replace(config)
     assert hash(config) == hash(dataclasses.replace(config))
@@ -37,3 +37,16 @@ def test_configuration_is_frozen_and_serialisable() -> None:
 def test_names_of_other_engines_are_refused_with_ours() -> None:
     with pytest.raises(SpecbatchError, match=r"^gpu_memory_utilization=0\.9: use memory_fraction$"):
         EngineConfig(gpu_memory_utilization=0.9)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("graphs", "cuda", "cpu"),
+    [
+        (EngineConfig().graphs, Graphs("whole", "piecewise"), Graphs()),
+        (Graphs("auto"), Graphs("whole"), Graphs()),
+        (Graphs(), Graphs(), Graphs()),
+        (Graphs(prefill="piecewise"), Graphs(prefill="piecewise"), Graphs(prefill="piecewise")),
+    ],
+)
+def test_graphs_that_are_not_named_follow_the_device(graphs: Graphs, cuda: Graphs, cpu: Graphs) -> None:
+    assert (graphs.on("cuda"), graphs.on("cpu")) == (cuda, cpu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from specbatch.config.engine_config import EngineConfig
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
 from specbatch.core.request import Completion, RequestMetrics
 from specbatch.evals.report import EvalReport
@@ -39,7 +39,7 @@ def make_record(
     place = {"configuration": configuration, "concurrency": concurrency, "repeat": repeat, "place": 0}
     workload = {"dataset": "random", "output_len": 4, "prompts": len(rows), "prompts_sha256": "same", **work}
     return RunRecord(
-        config=asdict(config or EngineConfig(speculation=Speculation("ngram", "v1"))),
+        config=asdict(config or EngineConfig(speculation=Speculation("ngram", "v1"), graphs=Graphs())),
         caps={"device": "cpu", "dtype": "float32", "max_running": 4},
         metrics=summarize(done, duration, concurrency),
         counters={},
@@ -55,7 +55,7 @@ def make_report(right: str, *, unparsed: float = 0.0, config: EngineConfig | Non
     """Answers to one question per letter of `right`: 1 is right. The filter "strict" finds the others right."""
     numbers = RequestMetrics(output_tokens=11, ttft_s=0.1, tpot_s=0.01, verify_steps=5, emitted=10, accept_length=2.0)
     done = [Completion(index, [], [], "", "stop", numbers) for index in range(len(right))]
-    config = config or EngineConfig(speculation=Speculation("ngram", "v1"))
+    config = config or EngineConfig(speculation=Speculation("ngram", "v1"), graphs=Graphs())
     record = RunRecord(
         asdict(config), {"device": "cpu", "dtype": "float32"}, summarize(done, 2.0), {},
         [item.as_row() for item in done], versions={}, hardware={"cpu": "abacus", "cores": 2},

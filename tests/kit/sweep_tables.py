@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from specbatch.config.engine_config import EngineConfig
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
@@ -29,7 +29,7 @@ def record(configuration: str, repeat: int, speed: float | None, *, concurrency:
 
 
 def configured(made: RunRecord, speculation: Speculation) -> RunRecord:
-    made.config = asdict(EngineConfig(speculation=speculation))
+    made.config = asdict(EngineConfig(speculation=speculation, graphs=Graphs()))
     return made
 
 

@@ -16,7 +16,7 @@ from opening import opening
 from quantized_weights import FORMATS
 from safetensors.torch import save_file
 
-from specbatch.config.engine_config import EngineConfig
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
 from specbatch.engine.engine import Engine
@@ -367,7 +367,7 @@ class Targets:
         settings = SPECULATIONS[algorithm] | (more or {})
         if settings.get("algorithm") == "eagle":
             settings["draft"] = self.eagle(name)
-        config = {"max_running": 4, "max_model_len": 44, "page_size": 4, "device": "cpu"} | changes
+        config = {"max_running": 4, "max_model_len": 44, "page_size": 4, "device": "cpu", "graphs": Graphs()} | changes
         config.setdefault("load_format", "dummy" if settings.get("draft") == "dummy" else "auto")
         config = {"speculation": Speculation(**settings, schedule=schedule)} | config
 

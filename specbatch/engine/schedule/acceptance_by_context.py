@@ -19,6 +19,7 @@ TIES = 4.0  # verifies that the previous position counts as, for positions with 
 # too high is gone after a few steps, while one that is too low drafts nothing and learns from probes only. In
 # simulations (tests) 0.5 to 0.95 lose at most 3% of the first 400 steps, 0.3 loses half.
 GUESS, GUESSED = 0.8, 8.0
+KNOWN = 64  # verifies after which it is no longer a guess
 
 
 def range_of(context: int) -> int:
@@ -31,9 +32,14 @@ class AcceptanceByContext:
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._verifies = 0
         self._tried: dict[int, list[float]] = {}
         self._right: dict[int, list[float]] = {}
         self._emitted: dict[int, list[float]] = {}  # of `emitted`, until the next verify
+
+    @property
+    def is_known(self) -> bool:
+        return self._verifies >= KNOWN
 
     def learn(self, length: int, accepted: Iterable[tuple[int, int]]) -> None:
         """Observe a step with `length` drafts: for each request its range and how many it accepted."""
@@ -44,6 +50,7 @@ class AcceptanceByContext:
             counts.setdefault(place, [0] * (length + 1))[count] += 1
         if not counts:
             return
+        self._verifies += sum(map(sum, counts.values()))
         self._emitted.clear()
         self._fade()
         for place, of_range in counts.items():

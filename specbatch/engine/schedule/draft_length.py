@@ -11,6 +11,11 @@ Requests that draft nothing cost a drafter nothing: it does not run for them, an
 again. Nor does it have to run for prompts whose requests are not expected to draft. What catching up takes is divided
 among the steps that a request is expected to run; what prompts take of a drafter, among the new tokens.
 
+So a choice counts for longer than a step: what is compared are the steps in the middle of the tokens that are expected
+next. While more requests join a batch, and the batch is not expected to draft once they have, those that would have to
+catch up draft nothing. The drafter runs for all prompts until acceptance is known, and later wherever drafting might
+pay.
+
 Both sides are measured: acceptance and the tokens that were kept of it, and the times of the run's steps, which correct
 those measured at start. Rarely, what is not used is probed. Where nothing is drafted, in turn a single step in which
 all requests draft shows the time of that, and a few that draft for some steps what is accepted. Else a single step
@@ -33,9 +38,12 @@ MARGIN = 1.01  # how much better another choice must be
 # A cost of drafting that no step shows: requests that began together end at different times, so that batches shrink and
 # prompts come in more passes.
 APART = 1.01
-SPLIT = 1.03  # how much better than the best common length a choice must be in which only some requests draft
+SPLIT = 1.02  # how much better than the best common length a choice must be in which only some requests draft
 EVERY = 8  # steps after which such choices are compared again, if none is in use
 PROBES = 0.004  # share of the time that probes may cost
+MAY = 0.95  # of the speed without drafts: then the drafter runs for prompts, as catching up later takes much longer
+AHEAD = 512  # expected tokens of a request, at most, in the middle of which the cached ones count: a choice should last
+SOON = 4  # tokens that a request is expected to generate before others join the batch
 REST = 64  # fewest steps between probes
 NEAR = 0.85  # lengths with less than this share of the best speed are not probed for their time
 PROBED, PROBE_STEPS = 4, 16  # requests that draft in a probe where none does, and for how many steps
@@ -55,12 +63,14 @@ class Requests(NamedTuple):
     missing   of these, tokens that the drafter has to catch up with before the request drafts
     left      tokens that it is expected to generate yet, at least 1
     shared    of all contexts together, tokens that attention need not read, because requests share them
+    expected  how many requests the batch has when those that wait have joined it; 0: as many as now
     """
 
     contexts: Sequence[int]
     missing: Sequence[int]
     left: Sequence[int]
     shared: int = 0
+    expected: int = 0
 
 
 class Choice(NamedTuple):
@@ -90,6 +100,9 @@ class _Option(NamedTuple):
 
 
 _Probe = tuple[int, Sequence[int] | None, bool]  # of a choice: drafts, members, and whether it is for timing
+
+
+NONE = 0, None  # the form of no drafts
 
 
 class DraftLength:
@@ -140,9 +153,13 @@ class DraftLength:
             return Choice(self._most)
         requests = describe()
         cached, bucket = max(sum(requests.contexts) - requests.shared, 0), self.bucket(rows)
-        options = self._options(requests, rows, cached)
+        grows = self.bucket(max(requests.expected, rows)) > bucket
+        if grows and any(requests.missing) and not self._may_draft(requests.expected, requests.contexts, requests.left):
+            requests = requests._replace(left=[SOON] * rows)  # what it catches up with is of use until then only
+        ahead = cached + sum(min(left, AHEAD) for left in requests.left) // 2
+        options = self._options(requests, rows, ahead)
         best = max(options.values(), key=lambda option: option.speed)
-        current = options.get(self._current.get(bucket, best.form), best)
+        current = options.get(self._current.get(bucket, NONE), best)
         if best.speed > MARGIN * current.speed:
             current = best
         self._current[bucket] = current.form
@@ -157,18 +174,24 @@ class DraftLength:
         kind = self._kind(rows, num_drafts, members)
         return Choice(num_drafts, members, kind, self.model.expected(kind, cached), probe is not None, timing)
 
-    def drafts_prompts(self, rows: int, contexts: Sequence[int], tokens: int) -> bool:
-        """Whether the drafter runs for `tokens` of prompts, whose contexts are given, as soon as they are computed:
-        whether they are expected to draft in a batch of so many requests."""
+    def drafts_prompts(self, rows: int, contexts: Sequence[int], left: Sequence[int], tokens: int) -> bool:
+        """Whether the drafter runs for `tokens` of prompts as soon as they are computed: whether their requests, whose
+        contexts and expected tokens are given, might draft in a batch of so many, and as long as acceptance is not
+        known."""
         self._prompt_tokens += tokens if self._has_ended else 0  # later prompts come as answers end
-        if not self.is_auto or not self.catch_up_s:
+        if not self.is_auto or not self.catch_up_s or not self.acceptance.is_known:
             return True
-        if self._current.get(self.bucket(rows), (0, None))[0]:
+        return self._may_draft(rows, contexts, left)
+
+    def _may_draft(self, rows: int, contexts: Sequence[int], left: Sequence[int]) -> bool:
+        """Whether drafts might pay in a batch of so many requests like these, in the middle of what is left of them."""
+        if self._current.get(self.bucket(rows), NONE)[0]:
             return True
-        contexts = [contexts[index % len(contexts)] for index in range(rows)]
+        middle = [context + more // 2 for context, more in zip(contexts, left, strict=True)]
+        contexts = [middle[index % len(middle)] for index in range(rows)]
         requests = Requests(contexts, [0] * rows, [1] * rows)
-        options = self._options(requests, rows, sum(contexts), splits=False)
-        return max(options.values(), key=lambda option: option.speed).num_drafts > 0
+        plain, *others = self._options(requests, rows, sum(contexts), splits=False).values()
+        return max(option.speed for option in others) > MAY * plain.speed
 
     def _options(
         self, requests: Requests, rows: int, cached: int, *, splits: bool = True
@@ -187,7 +210,7 @@ class DraftLength:
             late = self.catch_up_s * sum(lag * self.acceptance.emitted(place)[drafts] for place, lag in lags.items())
             seconds = self.model.seconds(self._kind(rows, drafts), cached) * APART + late + tokens * prompts
             found.append(_Option(tokens * self._kept[True] / seconds, drafts))
-        is_split = self._current.get(self.bucket(rows), (0, None))[1] is not None
+        is_split = self._current.get(self.bucket(rows), NONE)[1] is not None
         self._until_split -= 1
         if splits and self.can_split and (lags or len(counts) > 1) and (is_split or self._until_split <= 0):
             self._until_split = EVERY

@@ -21,7 +21,7 @@ from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
 
-UNKNOWN = 64  # tokens that an answer is expected to have at its beginning
+UNKNOWN = 256  # tokens that an answer of unknown length is expected to have yet, at least
 OnTokens = Callable[[Request, list[int]], None]
 
 
@@ -252,9 +252,9 @@ class Runner:
         """Whether the drafter runs for these chunks of prompts."""
         if not self._skips_prompts:
             return True
-        rows = min(self.scheduler.unfinished, self._draft_length.buckets[-1])
         tokens = sum(chunk.end - chunk.start for chunk in chunks)
-        drafts = self._draft_length.drafts_prompts(rows, [len(chunk.request.tokens) for chunk in chunks], tokens)
+        contexts, left = zip(*((len(chunk.request.tokens), _left(chunk.request)) for chunk in chunks), strict=True)
+        drafts = self._draft_length.drafts_prompts(self.scheduler.expected, contexts, left, tokens)
         self.scheduler.prompts_launched(chunks, drafts=drafts)
         return drafts
 
@@ -262,7 +262,8 @@ class Runner:
         requests = [item.request for item in scheduled]
         missing = [self.scheduler.lacking(request) for request in requests] if self._lags else [0] * len(requests)
         shared = 0 if self._sharing is None else self._sharing.saved  # of the step before, which had nearly the same
-        return Requests([request.committed for request in requests], missing, list(map(_left, requests)), shared)
+        contexts, left = [request.committed for request in requests], list(map(_left, requests))
+        return Requests(contexts, missing, left, shared, self.scheduler.expected)
 
     def _prepare_draft(self, requests: Sequence[ScheduledRequest], drafting: int, choice: Choice, bound: int) -> bool:
         """Prepare the drafter for what the first requests draft. True if anything was launched."""
@@ -360,7 +361,7 @@ def _drafting_first(scheduled: Sequence[ScheduledRequest], choice: Choice) -> tu
 
 
 def _left(request: Request) -> int:
-    """Tokens that it is expected to generate yet. An answer that a token may end is expected to be as long again as it
-    is."""
+    """Tokens that it is expected to generate yet. An answer that a token may end is expected to grow by a half: too
+    few tokens rather than too many, because catching up is paid at once."""
     left = request.params.max_new_tokens - request.generated
-    return max(left if request.params.ignore_eos else min(left, max(request.generated, UNKNOWN)), 4)
+    return max(left if request.params.ignore_eos else min(left, max(request.generated // 2, UNKNOWN)), 4)

@@ -111,6 +111,7 @@ class Scheduler:
         self._prefilling: dict[Request, ScheduledRequest] = {}
         self._running: dict[Request, ScheduledRequest] = {}
         self._new_pages: dict[tuple[int, int], int] = {}  # by slot and place: not yet handed to the device
+        self._lacks_pages = False  # or a place for its grammar, for the next request that waits
         self.undrafted: set[int] = set()  # pages of prefixes for which the draft has not run
 
     @property
@@ -121,6 +122,11 @@ class Scheduler:
     def admitted(self) -> int:
         """Requests that hold a slot."""
         return len(self._prefilling) + len(self._running)
+
+    @property
+    def expected(self) -> int:
+        """How many requests run once those that wait have joined, as far as there are slots and pages."""
+        return self.admitted if self._lacks_pages else min(self.unfinished, self.max_running)
 
     @property
     def holders(self) -> list[Request]:
@@ -170,7 +176,8 @@ class Scheduler:
             return False
         shared = found.pages
         need = self._pages_for(reserved_length(len(request.tokens), self.kv_slots_per_step)) - len(shared)
-        if not self._ensure_free(need + spare) or not self._allocate_grammar(request):
+        self._lacks_pages = not self._ensure_free(need + spare) or not self._allocate_grammar(request)
+        if self._lacks_pages:
             for page in shared:
                 self.pool.decref(page)
             return False

@@ -51,6 +51,7 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
     shared: the target, loaded by another engine.
     """
     device = find_device(config.device)
+    config = replace(config, graphs=config.graphs.on(device.type))
     check_device(config, device)
     target = weights.open_checkpoint(
         config.model,

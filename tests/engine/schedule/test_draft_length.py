@@ -282,11 +282,59 @@ def test_probes_count_the_time_of_catching_up() -> None:
     assert found[1.0] == 0  # 4000 steps of 5 ms are 20 s
 
 
+def grown(accepted: Sequence[int]) -> DraftLength:
+    """A draft takes 0.1 ms for up to 64 requests, and 4 ms for 512. It has learnt from steps in which requests accepted
+    so many of 3 drafts."""
+    found = chooser({size: {n: 5e-3 + of * n for n in range(4)} for size, of in ((8, 1e-4), (64, 1e-4), (512, 4e-3))})
+    found.catch_up_s = 20e-6
+    for _ in range(100):
+        learn(found, Choice(3), accepted)
+    return found
+
+
+def test_a_growing_batch_catches_up_only_if_the_whole_batch_might_draft() -> None:
+    """At 64 requests drafting pays even with what catching up takes, which 512 requests would have no use for."""
+    for accepted, expected, drafts in (([0, 1], 64, True), ([0, 1], 512, False), ([3, 3], 512, True)):
+        found = grown(accepted)
+        requests = alike(64, missing=100)._replace(expected=expected)
+        assert (found.choose(64, lambda: requests).num_drafts > 0) == drafts  # noqa: B023
+        ready = alike(64)._replace(expected=expected)
+        assert grown(accepted).choose(64, lambda: ready).num_drafts > 0  # noqa: B023
+
+
+def test_the_drafter_runs_for_prompts_until_acceptance_is_known_and_where_it_might_pay() -> None:
+    found = grown([])
+    assert found.drafts_prompts(512, [100], [100], 100)
+    learn(found, Choice(3), [0] * 32)
+    assert found.drafts_prompts(512, [100], [100], 100)
+    learn(found, Choice(3), [0] * 32)
+    assert not found.drafts_prompts(512, [100], [100], 100)
+    assert found.drafts_prompts(8, [100], [100], 100)
+    for times, wanted in ((1.55, True), (1.7, False)):  # half of the drafts are accepted
+        near = chooser({8: {0: 1.0, 1: times}})
+        near.catch_up_s = 1e-9
+        for _ in range(1000):
+            learn(near, Choice(1), [0, 1] * 4)
+        assert near.drafts_prompts(8, [100], [100], 100) == wanted
+        assert near.choose(8, lambda: alike(8)).num_drafts == 0
+
+
+def test_a_choice_is_made_for_the_middle_of_what_is_left() -> None:
+    """Half of the drafts are accepted. A draft takes as long as 700 cached tokens, with which the time doubles."""
+    for left, wanted in ((100, 0), (400, 1), (4000, 1)):
+        found = chooser({1: {0: 1.0, 1: 1.6}})
+        found.model = StepModel([1], {1: {0: 1.0, 1: 1.7}}, {1: {0: 1e-3, 1: 1e-3}})
+        for _ in range(1000):
+            learn(found, Choice(1), [0, 1])
+        requests = Requests([300], [0], [left])
+        assert found.choose(1, lambda: requests).num_drafts == wanted  # noqa: B023
+
+
 def test_a_single_length_is_always_chosen() -> None:
     found = DraftLength((5,), [8])
     assert not found.is_auto
     assert [found.choose(rows, lambda: alike(8)).num_drafts for rows in (1, 8)] == [5, 5]
-    assert found.drafts_prompts(8, [100], 100)
+    assert found.drafts_prompts(8, [100], [10], 100)
 
 
 def test_report_lists_chosen_lengths_by_batch() -> None:

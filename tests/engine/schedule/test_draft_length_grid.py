@@ -4,74 +4,37 @@ acceptance that falls with the context: throughput of closed loops against no dr
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from crossed import slow_but
+from simulated_device import HEAD, LENGTHS, PROMPT_S, Acceptance, Draws, auto, falling, prompt_s, step_s
 
 from specbatch.engine.schedule.draft_length import Choice, DraftLength, Requests
-from specbatch.engine.schedule.step_model import StepModel
-from specbatch.runtime.cuda_graphs import batch_buckets
 
-# Milliseconds of steps with 0 to 3 drafts and short contexts (results/h200: qwen3-8b, qwen3-8b-eagle3-auto; 256 and 512
-# from closed loops), and nanoseconds per cached token.
-STEPS = {
-    1: (3.8, 4.15, 4.6, 5.05),
-    8: (4.4, 4.75, 5.1, 5.5),
-    32: (4.9, 5.5, 6.0, 6.5),
-    128: (5.8, 8.0, 11.0, 14.0),
-    256: (8.3, 14.5, 20.5, 27.0),
-    512: (14.0, 27.0, 40.0, 53.0),
-}
-CACHED_NS = (33.0, 34.0, 35.0, 36.0)
-PROMPT_S = 22e-6  # per prompt token, and at the end of a context of 32,768 ...
-LONGER_S = 21e-6  # ... so much more
-HEAD = 0.015  # of the first, more where the head runs for the prompt, too
-LENGTHS = (0, 1, 2, 3)
 GRID = list(itertools.product((1, 8, 32, 128, 256, 512), (512, 2048, 8192, 32_768)))
-
-Times = Callable[[int, int, int], float]
-
-
-MODEL = StepModel([*STEPS], {size: dict(enumerate(times)) for size, times in STEPS.items()})
-
-
-def true_time(rows: int, drafts: int, cached: int) -> float:
-    return 1e-3 * MODEL.expected((rows, drafts, rows if drafts else 0), 0) + 1e-9 * CACHED_NS[drafts] * cached
-
-
-def falling(first: float, last: float) -> Callable[[float], Sequence[float]]:
-    """Acceptance that falls from `first` at 512 tokens to `last` at 32,768, linear in the logarithm of the context."""
-
-    def shares(context: float) -> list[float]:
-        p = first + (last - first) * min(max(math.log2(context / 512) / 6, 0.0), 1.0)
-        return [p, 0.95 * p, 0.9 * p]
-
-    return shares
 
 
 @dataclass
 class Loop:
-    """A closed loop of requests with prompts of some tokens, in turn one of `contexts`, and 256 tokens of output. What
-    a request accepts follows from numbers that are evenly distributed, not random, so that few steps have the mean."""
+    """A closed loop of requests with prompts of some tokens, in turn one of `contexts`, and 256 tokens of output."""
 
     rows: int
     contexts: Sequence[int]
-    acceptance: Callable[[float], Sequence[float]]
+    acceptance: Acceptance
     output: int = 256
     chooser: DraftLength | None = None  # None: `fixed` drafts
     fixed: int = 0
     seconds: float = 0.0
     tokens: int = 0
-    drawn: int = 0
     active: list[list[int]] = field(default_factory=list)  # generated tokens, and those that the draft lacks
     late: list[tuple[Any, ...]] = field(default_factory=list)
     used: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.draws = Draws(self.acceptance)
         for index in range(self.rows):  # as in the middle of a run
             self.active.append([self.output * index // self.rows, 0])
             self._prompt(index, count_time=False)
@@ -79,10 +42,10 @@ class Loop:
     def _prompt(self, index: int, *, count_time: bool = True) -> int:
         """Compute the prompt of a request. Returns how many of its tokens the draft lacks."""
         context = self.contexts[index % len(self.contexts)]
-        seconds = context * (PROMPT_S + LONGER_S * context / 32_768)
+        seconds = prompt_s(0, context)
         runs = self.fixed > 0
         if self.chooser is not None:
-            runs = self.chooser.drafts_prompts(self.rows, [context], context)
+            runs = self.chooser.drafts_prompts(self.rows, [context], [self.output], context)
         self.seconds += seconds + HEAD * PROMPT_S * context * runs if count_time else 0.0
         return 0 if runs else context
 
@@ -104,15 +67,17 @@ class Loop:
         members = set(drafting) if choice.num_drafts else set()
         shown = set() if choice.timing else members
         self.used[choice.num_drafts, len(members)] = self.used.get((choice.num_drafts, len(members)), 0) + 1
-        self.seconds += self._time(choice.num_drafts, len(members), sum(contexts))
+        split = len(members) if len(members) < self.rows else None
+        took = step_s(self.rows, choice.num_drafts, sum(contexts), split)
+        self.seconds += took
         found: list[tuple[int, int]] = []
         all_kept = ended = 0
         for index, request in enumerate(self.active):
             accepted = 0
             if index in shown:
-                self.seconds += request[1] * (PROMPT_S + LONGER_S * contexts[index] / 32_768)
+                self.seconds += prompt_s(contexts[index] - request[1], contexts[index])
                 request[1] = 0
-                accepted = self._accepted(contexts[index], choice.num_drafts)
+                accepted = self.draws.accepted(contexts[index], choice.num_drafts)
                 found.append((contexts[index], accepted))
             else:
                 request[1] += 1 if request[1] else 6
@@ -125,39 +90,11 @@ class Loop:
         self.tokens += all_kept
         if self.chooser is not None:
             emitted = self.rows + sum(count for _, count in found)
-            took = self._time(choice.num_drafts, len(members), sum(contexts))
             self.late.append((choice, took, found, emitted, all_kept, ended))
             if len(self.late) > 1:
                 before, seconds, *shown = self.late.pop(0)
                 self.chooser.took(before, seconds)
                 self.chooser.learn(before, *shown)
-
-    def _time(self, drafts: int, drafting: int, cached: int) -> float:
-        plain = true_time(self.rows, 0, cached)
-        if not drafts:
-            return plain
-        single = true_time(1, drafts, 0) - true_time(1, 0, 0)
-        return plain + single + (true_time(self.rows, drafts, cached) - plain - single) * drafting / self.rows
-
-    def _accepted(self, context: int, drafts: int) -> int:
-        self.drawn += 1
-        number = self.drawn * 0.6180339887498949 % 1.0
-        reached = itertools.accumulate(self.acceptance(context)[:drafts], lambda one, other: one * other)
-        return sum(number < share for share in reached)
-
-
-def auto(most_requests: int, clock: float = 0.95) -> DraftLength:
-    """As at start: times at a faster clock than later, for powers of two."""
-    buckets = batch_buckets(most_requests)
-    found = DraftLength(LENGTHS, buckets)
-    sizes = [size for size in buckets if size & (size - 1) == 0]
-    found.model = StepModel(
-        buckets,
-        {size: {n: clock * true_time(size, n, 0) for n in LENGTHS} for size in sizes},
-        {size: {n: 1e-9 * CACHED_NS[n] for n in LENGTHS} for size in sizes},
-    )
-    found.catch_up_s, found.prompt_s, found.idle_tokens, found.can_split = PROMPT_S, HEAD * PROMPT_S, 5, True
-    return found
 
 
 def compare(rows: int, contexts: Sequence[int], acceptance: tuple[float, float], tokens: int) -> tuple[float, float]:

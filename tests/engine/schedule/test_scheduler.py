@@ -426,6 +426,19 @@ def test_a_pool_of_exactly_the_pages_needed_runs_all_requests(prompt: int, limit
             book(request)
 
 
+@pytest.mark.parametrize(("pages", "expected"), [(40, [3, 3]), (8, [3, 2])])
+def test_what_waits_is_expected_to_run_as_far_as_there_are_slots_and_pages(pages: int, expected: list[int]) -> None:
+    scheduler, _ = make(pages=pages, max_running=3)
+    requests = [add(scheduler, index, prompt=8) for index in range(5)]
+    found = [scheduler.expected]
+    spans(scheduler)
+    assert [*found, scheduler.expected] == expected
+    for request in requests[1:]:
+        scheduler.finish(request)
+    assert spans(scheduler) == []
+    assert scheduler.expected == 1
+
+
 def test_a_prompt_that_is_computed_in_the_same_pass_is_shared() -> None:
     scheduler, _ = make(cached=True)
     first, second = add(scheduler, 0, 9), add(scheduler, 1, 11)
