@@ -27,7 +27,7 @@ test: check
 	$(BIN)/pytest -q -n 2 --dist worksteal
 
 test-all: check
-	$(INSTALL) --editable '.[test,ray]'
+	$(INSTALL) --editable '.[test,ray,test-servers]'
 	$(BIN)/pytest -q -n 2 --dist worksteal -m "slow or not slow"
 
 fuzz: $(INSTALLED)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
 
 NAME_LENGTH = 200  # of a model, which becomes the name of a folder
-VERSION = ("/version", "/server_info")  # vLLM, SGLang
+VERSION = {"/version": "version", "/server_info": "version", "/props": "build_info"}  # vLLM, SGLang, llama.cpp
 VLLM, SGLANG, LLAMACPP = "vllm", "sglang", "llamacpp"  # owned_by of their models
 NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_penalty": 1.0}
 LONGEST_PENALIZED = 2**20  # tokens: llama.cpp's server has no number for all, and a buffer of so many
@@ -98,7 +98,8 @@ class HttpEngine:
             self.tokenizer = self._open_tokenizer(found)
         self.config = server
         self.caps: dict[str, Any] = {"device": server.base_url, "dtype": "the server's own"}
-        longest = found.get("max_model_len")
+        meta = found.get("meta")  # of llama.cpp
+        longest = found.get("max_model_len", meta.get("n_ctx") if isinstance(meta, dict) else None)
         if isinstance(longest, int) and not isinstance(longest, bool) and 0 < longest < 2**31:
             self.caps["max_model_len"] = longest
         self._messages: dict[tuple[int, ...], Messages] = {}
@@ -409,10 +410,10 @@ class HttpEngine:
 
     def _version(self) -> str | None:
         """The server's own version, if it has an endpoint for that."""
-        for path in VERSION:
+        for path, key in VERSION.items():
             with suppress(ValueError, RecursionError):
                 found = json.loads(self._get_text(path))
-                if isinstance(found, dict) and _is_name(version := found.get("version")):
+                if isinstance(found, dict) and _is_name(version := found.get(key)):
                     return version
         return None
 

@@ -2,7 +2,7 @@
 
 Tokens are ids where the server has them (`return_token_ids` and `return_tokens_as_token_ids` of vLLM, `id` in the
 log-probabilities of llama.cpp), else the texts that it shows with its log-probabilities. A server with neither leaves
-the text alone.
+the text alone. So does one that shows some tokens only: llama.cpp has no log-probabilities of tokens after drafts.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Reply:
     pieces      the tokens of its log-probabilities: ids or texts
     logprobs    of `pieces`
     top         the most likely tokens of each place, named as in `pieces`
+    unshown     tokens without log-probabilities, where others have them; there are no `pieces` then
     status      of a refused request
     """
 
@@ -45,12 +46,14 @@ class Reply:
     pieces: list[Token] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[dict[Token, float]] = field(default_factory=list)
+    unshown: int = 0
     finish_reason: str | None = None
     drafted: int | None = None  # tokens, as llama.cpp counts them
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     error: str | None = None
     status: int | None = None
+    _words: str = ""  # the texts of the tokens that log-probabilities show
 
     @property
     def tokens(self) -> list[Any]:
@@ -91,11 +94,13 @@ class Reply:
         if "content" in found:
             for item in found["content"] or []:
                 self.pieces.append(_token(item))
+                self._words += str(item["token"])
                 self.logprobs.append(float(item["logprob"]))
                 self.top.append({_token(other): float(other["logprob"]) for other in item.get("top_logprobs") or []})
         elif found:
             count = len(found["tokens"] or [])
             self.pieces += map(_named, found["tokens"] or [])
+            self._words += "".join(found["tokens"] or [])
             self.logprobs += map(float, found["token_logprobs"] or [])
             places = found.get("top_logprobs") or [None] * count
             self.top += [{_named(name): float(value) for name, value in (place or {}).items()} for place in places]
@@ -106,6 +111,17 @@ class Reply:
             raise Failed("the stream ended before its answer did")
         if self.finish_reason not in ("stop", "length"):
             raise Failed(f"the server ended the answer: {http_client.one_line(self.finish_reason, 40)}")
+        if self.pieces and not self.ids:
+            self._name_tokens()
+
+    def _name_tokens(self) -> None:
+        """Take the tokens from the log-probabilities, if these show all of the answer."""
+        count = self.completion_tokens or 0
+        if len(self.pieces) < count and self._words != self.text:  # an end token may be counted and not shown
+            self.unshown = count - len(self.pieces)
+            self.pieces, self.logprobs, self.top = [], [], []
+        elif all(isinstance(token, int) for token in self.pieces):
+            self.ids = [token for token in self.pieces if isinstance(token, int)]
 
     def as_row(self) -> dict[str, Any]:
         """Ready for JSON."""

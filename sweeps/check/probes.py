@@ -330,7 +330,11 @@ class Probes:
             for end in ends:
                 short, long = (self._reply(place, min_tokens=count, **end) for count in (0, least))
                 if _length(short) < least and short.finish_reason == "stop":
-                    return (HONORED, "") if _length(long) >= least else (IGNORED, f"{_length(long)} tokens for {least}")
+                    return (
+                        (HONORED, "")
+                        if _length(long) >= least
+                        else (IGNORED, f"{counted(_length(long), 'token')} for {least}")
+                    )
         return UNTESTED, "no answer could be ended early (stop_token_ids, logit_bias)"
 
     def _logit_bias(self) -> tuple[str, str]:
@@ -354,6 +358,8 @@ class Probes:
 
     def _logprobs(self) -> tuple[str, str]:
         for _, reply in self._answers():
+            if reply.unshown:
+                return WRONG, f"none are sent for {reply.unshown} of {counted(reply.completion_tokens or 0, 'token')}"
             if not reply.top:
                 return IGNORED, "none are sent"
             if not len(reply.tokens) == len(reply.logprobs) == len(reply.top):
@@ -381,7 +387,10 @@ _WITHOUT_TEMPERATURE = ("max_tokens", "usage", "logprobs", "response_format")
 
 
 def _differs(answer: Reply, reply: Reply, count: int) -> bool:
-    """Whether it has other tokens among the first `count`; an answer may be shorter than it was asked for."""
+    """Whether it has other tokens among the first `count`; an answer may be shorter than it was asked for. Some servers
+    show the tokens of one and not of the other."""
+    if bool(answer.ids or answer.pieces) != bool(reply.ids or reply.pieces):
+        return not reply.text.startswith(answer.text)
     count = min(count, len(answer.tokens))
     return answer.tokens[:count] != reply.tokens[:count]
 

@@ -55,12 +55,12 @@ def encode(
 
 def left_out(record: RunRecord) -> str:
     """What a heading says of prompts that were left out; empty if none were."""
-    work, room = record.workload, record.caps["max_model_len"]
+    work = record.workload
     if not (count := work["prompts_left_out"]):
         return ""
     return (
-        f"; {count} of {count + work['prompts']} prompts are left out, as they are longer than max_model_len={room} - "
-        f"max_new_tokens={work['max_new_tokens']} allows"
+        f"; {count} of {count + work['prompts']} prompts are left out, as they are longer than "
+        f"max_model_len={record.caps['max_model_len']} - max_new_tokens={work['max_new_tokens']} allows"
     )
 
 

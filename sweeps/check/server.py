@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import Completion
-from specbatch.errors import counted, refuse
+from specbatch.errors import refuse
 from specbatch.progress.bars import Report
 from specbatch.servers.engine import LLAMACPP, HttpEngine
 from specbatch.servers.replies import WITH_IDS, Question, Reply, Shown, ask
@@ -71,6 +71,15 @@ class Requests:
         """The replies to all prompts."""
         return self.replies(engine, condition, [(place, fields) for place in range(len(self.prompts))], concurrency)
 
+    def until_drafts(self, engine: HttpEngine, condition: str, fields: dict[str, Any]) -> list[Reply] | None:
+        """The replies to all prompts; None if one had drafts, after which no more are asked for."""
+        found: list[Reply] = []
+        for place in range(len(self.prompts)):
+            found += self.replies(engine, condition, [(place, fields)], 1)
+            if found[-1].drafted:
+                return None
+        return found
+
 
 def run_server(
     engine: HttpEngine,
@@ -107,7 +116,7 @@ def run_server(
             baseline.forget_prefixes()
             wanted = requests.of_all(baseline, "baseline", greedy | shown_by(baseline, prompts[0]).fields)
         elif switches:
-            wanted = requests.of_all(engine, "without drafts", greedy | _WITHOUT_DRAFTS)
+            wanted = requests.until_drafts(engine, "without drafts", greedy | _WITHOUT_DRAFTS)
         engine.forget_prefixes()
         alone = requests.of_all(engine, ALONE, greedy)
         again = requests.of_all(engine, AGAIN, greedy | ({"cache_prompt": True} if is_llamacpp else {}))
@@ -157,7 +166,7 @@ def run_server(
         "baseline_url": server.baseline_url,
         "weights": server.weights,
     }
-    against = _against(engine, baseline, own, wanted if switches else None)
+    against = _against(engine, baseline, own, switched=None if not switches else ALONE in answers)
     result = ServerReport(options, engine.server, against, shown, conditions, noises, bound, referee, probed, record)
     record.workload |= result.summary()
     result.save(folder)
@@ -278,18 +287,19 @@ def _judged(
 
 
 def _against(
-    engine: HttpEngine, baseline: HttpEngine | None, own: EngineConfig | None, switched: list[Reply] | None
+    engine: HttpEngine, baseline: HttpEngine | None, own: EngineConfig | None, *, switched: bool | None
 ) -> str:
-    """What the answers were compared with, and what that cannot find."""
+    """What the answers were compared with, and what that cannot find. switched: whether the server left drafts out
+    where a request said so; None: none said so."""
     if baseline is not None:
         return f"the server at {baseline.server.base_url}, each prompt alone; assumed: it has the same weights"
     if own is not None:
         return f"this engine with {own.model}, without drafts; assumed: these are the server's weights"
-    if switched is not None:
-        drafted = sum(reply.drafted or 0 for reply in switched)
-        is_off = f"it drafted {counted(drafted, 'token')} all the same" if drafted else "it drafted nothing then"
-        return f"its own answers with speculative.n_max=0, each prompt alone ({is_off})"
+    if switched:
+        return "its own answers with speculative.n_max=0, each prompt alone (it drafted nothing then)"
+    ignores = switched is False
+    why = "drafts all the same with speculative.n_max=0" if ignores else "cannot switch drafts off for a request"
     return (
-        "its own answers to each prompt alone. The server cannot switch drafts off for a request, so a fault that all "
-        "its answers have is not found; --baseline-url or --weights finds it"
+        f"its own answers to each prompt alone. The server {why}, so a fault that all its answers have is not found; "
+        "--baseline-url or --weights finds it"
     )

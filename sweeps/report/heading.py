@@ -41,16 +41,20 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
     first = records[0]
     config, device = first.config, first.processor
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    place = _resolved("device", records)
     if "server" in config:
-        device = f"unknown; client on {device}"
-        known = first.caps.get("server_version")
+        place, device = (
+            ", ".join(dict.fromkeys(one.config["device"] for one in records)),
+            f"unknown; client on {device}",
+        )
+        known = ", ".join(dict.fromkeys(one.caps["server_version"] for one in records if "server_version" in one.caps))
         versions = f"{f'server {known}' if known else 'unknown'}; client with {versions}"
     origin = "" if config["load_format"] == "auto" else f" ({config['load_format']})"
-    if not origin and "server" not in config and (known := KNOWN_MODELS.get(config["model"])):
-        origin = f" ({known.format})"  # Q4_1 says that its scores are not those of the original weights
+    if not origin and "server" not in config and (model := KNOWN_MODELS.get(config["model"])):
+        origin = f" ({model.format})"  # Q4_1 says that its scores are not those of the original weights
     return {
         "model": f"{config['model']}{origin}",
-        "device": f"{_resolved('device', records)} ({device})",
+        "device": f"{place} ({device})",
         **_replicas(records),
         "dtype": _resolved("dtype", records),
         **({"deterministic": _deterministic(records)} if any(one.is_deterministic for one in records) else {}),

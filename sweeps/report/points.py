@@ -70,6 +70,8 @@ def load_records(folder: Path, schema: type[PointRecord] = PointRecord) -> list[
         several = sorted({path.parents[3].name for path in folder.glob("*/*/c*/r*/record.json")})
         works = f"holds several sweeps; name the folder of one: {', '.join(several)}"
         none = "holds no records of a sweep (CONFIGURATION/cN/rN/record.json)" if folder.exists() else "no such folder"
+        if (folder / RECORD).exists():
+            none += "; it has a single run, whose table is its summary.md"
         raise refuse("folder", str(folder), works if several else none)
     return sorted(records, key=lambda record: [record.workload[key] for key in ("concurrency", "repeat", "place")])
 

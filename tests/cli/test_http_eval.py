@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -280,6 +281,33 @@ def test_repeats_have_their_own_seeds_and_answers_that_the_task_begins_are_conti
     assert "which this server may not continue" in refusal(
         ask("--chat-template", task=("repeated.yaml",), out="other", exit_code=2)
     )
+
+
+class Doubles:
+    """A generator like those of reasoning-gym."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self.size = size
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        return {"question": f"double {place}", "answer": str(2 * place), "metadata": {"number": place}}
+
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        return 1.0 if answer == entry["answer"] else 0.25
+
+
+@pytest.mark.parametrize("words", [(), ("--chat-template",)], ids=["text", "chat"])
+def test_reasoning_gym_scores_the_answers_of_a_server(server, ask, use_packages, words):
+    module, factory = ModuleType("reasoning_gym"), ModuleType("reasoning_gym.factory")
+    factory.DATASETS = {"doubles": Doubles}
+    module.create_dataset = lambda name, **kwargs: Doubles(**kwargs)
+    use_packages({"reasoning_gym": module, "reasoning_gym.factory": factory})
+    server.says = lambda text: " 2"
+    ask("--limit", 4, "--max-new-tokens", 8, *words, task=("reasoning_gym:doubles",))
+    scores = [value for row in questions("out") for of in row["scores"].values() for value in of.values()]
+    assert sorted(scores) == [0.25, 0.25, 0.25, 1.0]
+    _, body = server.bodies[0]
+    assert "double " in (body["messages"][-1]["content"] if words else body["prompt"])
 
 
 def test_several_tasks_of_both_kinds(tiny, server, ask):

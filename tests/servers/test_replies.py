@@ -40,6 +40,23 @@ def test_chats_and_llamacpp() -> None:
     found = reply(choice, usage=usage, timings={"predicted_n": 1, "draft_n": 4})
     assert (found.text, found.pieces, found.top, found.drafted) == ("xa", [9], [{9: -0.25}], 4)
     assert (found.prompt_tokens, found.completion_tokens) == (3, 1)
+    found.check()
+    assert (found.ids, found.unshown) == ([9], 0)
+
+
+def test_tokens_that_llamacpp_drafted_have_no_log_probabilities() -> None:
+    """So those of the others name no place of the answer, and its text is what can be compared."""
+    item = {"id": 9, "token": "a", "logprob": -0.25, "top_logprobs": []}
+    shown, drafted = {"text": "a", "logprobs": {"content": [item]}}, {"text": "b", "logprobs": None}
+    usage = {"prompt_tokens": 3, "completion_tokens": 3}
+    found = reply(shown, drafted, shown | {"finish_reason": "length"}, usage=usage)
+    found.check()
+    assert (found.tokens, found.unshown) == (["a", "b", "a"], 1)
+    assert not found.ids + found.pieces + found.logprobs + found.top
+
+    found = reply(shown | {"finish_reason": "stop"}, usage=usage | {"completion_tokens": 2})
+    found.check()
+    assert (found.ids, found.unshown) == ([9], 0), "an end token is counted and not shown"
 
 
 def test_text_alone() -> None:

@@ -74,4 +74,5 @@ def test_noise_and_bound() -> None:
     assert noise(reply(WANTED), near) == pytest.approx(0.3), "before the divergence"
     assert noise(Reply("ab"), Reply("ab")) is None
     assert bound_of([]) == bound_of([0.01, 9.0]) == LEAST_GAP, "one noisy prompt does not count"
+    assert bound_of([0.9, 0.9]) == 2.0, "noise of another model explains no larger gaps"
     assert bound_of([0.3, 0.3]) == pytest.approx(1.2)

@@ -10,7 +10,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.servers.replies import Reply
 from specbatch.sweeps.check.options import PROBES, probes_of
 from specbatch.sweeps.check.places import clear_tokens, first_change, hot_chances, largest_gap, lead, stop_place
-from specbatch.sweeps.check.probes import Probes
+from specbatch.sweeps.check.probes import Probes, _differs
 
 
 def reply(*places: dict[int, float], chosen: tuple[int, ...] = ()) -> Reply:
@@ -65,3 +65,10 @@ def test_names() -> None:
     assert probes_of("probes", "top-p, stop") == ("top_p", "stop")
     with pytest.raises(SpecbatchError, match="probes='x': use all, none, or some of temperature"):
         probes_of("probes", "x")
+
+
+def test_one_token_that_is_shown_is_compared_with_a_text_of_which_none_are() -> None:
+    """llama.cpp with drafts shows the tokens of an answer of one token, and not those of a longer one."""
+    longer = Reply(" Paris.", finish_reason="length")
+    assert not _differs(Reply(" Paris", [7], [7]), longer, 1)
+    assert _differs(Reply(" Rome", [8], [8]), longer, 1)
