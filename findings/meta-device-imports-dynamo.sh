@@ -3,8 +3,8 @@
 #
 # Versions: torch 2.13.0 (CPU).
 # Expected: a model on the meta device takes microseconds per layer, because nothing is allocated or computed.
-# Seen:     nn.Linear, views and matrix products do, and `torch.cat` of two meta tensors, `nn.Embedding` (its normal_)
-#           and an addition import torch._dynamo and sympy with more than 800 modules, once per process. On the CPU the same
+# Seen:     nn.Linear and views do, and `torch.cat` of two meta tensors, `nn.Embedding` (its normal_) and an addition
+#           import torch._dynamo and sympy with more than 800 modules, once per process. On the CPU the same
 #           calls import nothing.
 # Matters:  who makes the skeleton of a model for its shapes or memory, such as in a command that should answer at once,
 #           pays as much as for importing torch. specbatch reads the shapes of weights without calls on meta tensors
