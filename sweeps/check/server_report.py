@@ -189,8 +189,8 @@ class ServerReport:
         if self.unjudged:
             return (
                 f"NOT JUDGED: {counted(self.unjudged, 'answer')} with other tokens. To tell rounding from a fault "
-                "takes both answers token by token and log-probabilities of one, where they diverge; --weights names a model "
-                "that judges without."
+                "takes both answers token by token and log-probabilities of one, where they diverge; --weights names a "
+                "model that judges without."
             )
         compared = sum(one.compared for one in self.conditions)
         count = sum(len(one.divergences) for one in self.conditions)  # with a referee none, or there are faults
