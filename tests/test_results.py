@@ -112,8 +112,8 @@ def test_commands_name_no_folders_outside_of_the_checkout(remake) -> None:
 
 
 def test_offline_tables_are_what_their_lines_make(monkeypatch) -> None:
-    """If the format changed: python docs/offline/table.py results/h200/offline/points.jsonl. The points are those of the
-    scripts."""
+    """If the format changed: python docs/offline/table.py results/h200/offline/points.jsonl, into summary.md.
+    The points are those of the scripts."""
     monkeypatch.syspath_prepend(RESULTS.parent / "docs/offline")
     points, table = importlib.import_module("points"), importlib.import_module("table")
     for path in RESULTS.glob("*/offline/points.jsonl"):

@@ -96,5 +96,6 @@ def measure(
         sizes = {"requests": point.requests, "tokens_in": point.shared + point.tokens_in}
         text = json.dumps(what | sizes | {"tokens_out": point.tokens_out} | asdict(run))
         print(text, flush=True)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
         with args.output.open("a", encoding="utf-8") as file:
             file.write(f"{text}\n")
