@@ -27,6 +27,7 @@ Token = int | str
 WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 _ID = "token_id:"  # before the ids of `return_tokens_as_token_ids`
 _BYTES = 2**26  # of a stream
+_BUFFER = 2**22  # with return_token_ids the first event has the ids of the prompt, which may be long
 
 
 @dataclass
@@ -198,7 +199,7 @@ async def _ask(
             try:
                 await _stream(session, url, body, reply)
             except Unanswered:
-                async with http_client.session(headers, timeout, reuse=False) as fresh:
+                async with http_client.session(headers, timeout, reuse=False, buffer=_BUFFER) as fresh:
                     await _stream(fresh, url, body, reply)
             reply.check()
         except Exception as error:  # whatever an answer leads to fails its request and not the check
@@ -210,7 +211,8 @@ async def _ask(
         if on_reply is not None:
             on_reply(index, reply)
 
-    await http_client.in_flight(len(bodies), concurrency, http_client.session(headers, timeout), work)
+    opened = http_client.session(headers, timeout, buffer=_BUFFER)
+    await http_client.in_flight(len(bodies), concurrency, opened, work)
     return done
 
 
