@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Token = int | str
 WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 _ID = "token_id:"  # before the ids of `return_tokens_as_token_ids`
+_LATER = (408, 429)  # status of a request that may be sent again
 _BYTES = 2**26  # of a stream
 _BUFFER = 2**22  # with return_token_ids the first event has the ids of the prompt, which may be long
 
@@ -64,7 +65,7 @@ class Reply:
     @property
     def is_refused(self) -> bool:
         """The server said that it does not accept the request."""
-        return self.status is not None and 400 <= self.status < 500
+        return self.status is not None and 400 <= self.status < 500 and self.status not in _LATER
 
     def take(self, chunk: dict[str, Any]) -> None:
         """Add a chunk of the stream. Raises Failed."""

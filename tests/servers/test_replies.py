@@ -92,6 +92,11 @@ def test_incomplete() -> None:
         reply({"text": "ab", "finish_reason": "abort"}).check()
 
 
+def test_a_busy_server_refuses_nothing() -> None:
+    assert Reply(status=400).is_refused
+    assert not any(Reply(status=status).is_refused for status in (429, 408, 503, None))
+
+
 def test_penalties_are_sent_and_events_may_be_long() -> None:
     """vLLM takes penalties that are not sent from generation_config.json. With return_token_ids the first event has all
     ids of the prompt."""
