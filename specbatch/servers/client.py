@@ -19,7 +19,7 @@ from aiohttp.client_proto import ResponseHandler
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 CONNECT_S = 10.0  # to connect, and for a whole answer of read_text()
-BUFFER_BYTES = 2**16  # per connection; a line of a stream has at most twice as many
+BUFFER_BYTES = 2**16  # per connection, unless a caller needs more; a line of a stream has at most twice as many
 BODY_BYTES = 2**24  # of an answer that is not streamed
 ERROR_BYTES = 2**16  # read of the body of an error
 MESSAGE_LENGTH = 160  # of a server's error, which says how long a prompt may be in its second sentence
@@ -75,11 +75,16 @@ _BROKEN = (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, Connecti
 
 
 def session(
-    headers: dict[str, str], timeout: aiohttp.ClientTimeout | None = None, *, reuse: bool = True
+    headers: dict[str, str],
+    timeout: aiohttp.ClientTimeout | None = None,
+    *,
+    reuse: bool = True,
+    buffer: int = BUFFER_BYTES,
 ) -> aiohttp.ClientSession:
     """A session without limits on connections, without cookies, and without compression, which would delay chunks.
 
     reuse   whether a connection serves further requests
+    buffer  bytes per connection
     """
     return aiohttp.ClientSession(
         connector=_Connector(reuse=reuse),
@@ -87,7 +92,7 @@ def session(
         headers={**headers, "Accept-Encoding": "identity"},
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
-        read_bufsize=BUFFER_BYTES,
+        read_bufsize=buffer,
     )
 
 
@@ -177,7 +182,8 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         async for line in response.content:
             yield line
     except (LineTooLong, ValueError):  # ValueError before aiohttp 3.14
-        raise Failed(f"the stream has a line of more than {2 * BUFFER_BYTES} bytes") from None
+        most = response.content.get_read_buffer_limits()[1]
+        raise Failed(f"the stream has a line of more than {most} bytes") from None
 
 
 async def _body(response: aiohttp.ClientResponse, most_bytes: int, *, cut: bool = False) -> bytes:

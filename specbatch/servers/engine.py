@@ -162,10 +162,11 @@ class HttpEngine:
         self._messages |= {tuple(ids): found for ids, found in zip(prompts, messages, strict=True) if found}
 
     def question(self, prompt: list[int]) -> tuple[dict[str, Any], str]:
-        """The fields of a request that name the model and hold a prompt, and its path, for requests of a caller."""
+        """Fields of a caller's request, and its path: those of the model and the prompt, and penalties that are off,
+        which the caller may set."""
         self._prepare_texts([prompt])
         asked, path = self._question(self._asked(prompt))
-        return {"model": self.model, **asked, **self._cache.fields}, path
+        return {"model": self.model, **asked, **self._penalties(SamplingParams()), **self._cache.fields}, path
 
     def messages_of(self, prompt: list[int]) -> Messages:
         """What `know_messages` said of a prompt."""

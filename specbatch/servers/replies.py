@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 Token = int | str
 WITH_IDS = {"return_token_ids": True, "return_tokens_as_token_ids": True}
 _ID = "token_id:"  # before the ids of `return_tokens_as_token_ids`
+_LATER = (408, 429)  # status of a request that may be sent again
 _BYTES = 2**26  # of a stream
+_BUFFER = 2**22  # with return_token_ids the first event has the ids of the prompt, which may be long
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Reply:
     @property
     def is_refused(self) -> bool:
         """The server said that it does not accept the request."""
-        return self.status is not None and 400 <= self.status < 500
+        return self.status is not None and 400 <= self.status < 500 and self.status not in _LATER
 
     def take(self, chunk: dict[str, Any]) -> None:
         """Add a chunk of the stream. Raises Failed."""
@@ -198,7 +200,7 @@ async def _ask(
             try:
                 await _stream(session, url, body, reply)
             except Unanswered:
-                async with http_client.session(headers, timeout, reuse=False) as fresh:
+                async with http_client.session(headers, timeout, reuse=False, buffer=_BUFFER) as fresh:
                     await _stream(fresh, url, body, reply)
             reply.check()
         except Exception as error:  # whatever an answer leads to fails its request and not the check
@@ -210,7 +212,8 @@ async def _ask(
         if on_reply is not None:
             on_reply(index, reply)
 
-    await http_client.in_flight(len(bodies), concurrency, http_client.session(headers, timeout), work)
+    opened = http_client.session(headers, timeout, buffer=_BUFFER)
+    await http_client.in_flight(len(bodies), concurrency, opened, work)
     return done
 
 

@@ -24,6 +24,7 @@ from specbatch.sweeps.check.places import (
     first_change,
     hot_chances,
     largest_gap,
+    lead,
     new_token,
     stop_place,
 )
@@ -74,6 +75,7 @@ class Probes:
     shows     the fields that make the server show tokens and log-probabilities
     clear     by how much a token must lead the next one, in nats, for rounding not to change it
     encode    the token ids of a text
+    decode    the text of token ids
     length    tokens of the greedy answers that the probes are made from
     greedy    those that are known, by prompt
     doubt     why answers at temperature 0 cannot be relied on, if so
@@ -82,11 +84,11 @@ class Probes:
 
     def __init__(
         self, ask: Ask, prompts: list[list[int]], shows: dict[str, Any], clear: float,
-        encode: Callable[[str], list[int]], *, length: int = LENGTH,
+        encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], *, length: int = LENGTH,
         greedy: dict[int, Reply] | None = None, doubt: str = "", end: int | None = None, is_llamacpp: bool = False,
     ) -> None:  # fmt: skip
         self._ask, self._prompts, self._shows, self._clear = ask, prompts, shows, clear
-        self._encode, self._end, self._is_llamacpp = encode, end, is_llamacpp
+        self._encode, self._decode, self._end, self._is_llamacpp = encode, decode, end, is_llamacpp
         self._greedy = {place: reply for place, reply in (greedy or {}).items() if reply.error is None}
         self._doubt, self._tokens = doubt, length
 
@@ -246,31 +248,47 @@ class Probes:
         one that the answer has."""
         for place, reply in self._answers():
             for value in (-2.0, 2.0):
-                known: set[Token] = set(self._prompts[place]) if reply.ids else set()
-                end = first_change(reply, known, is_raised=value < 0, least=2 - self._clear)
+                end = first_change(reply, self._prompt_of(place, reply), is_raised=value < 0, least=2 - self._clear)
                 if end is None:
                     continue
-                answer = self._reply(place, max_tokens=end, **{name: value})
-                is_same = answer.tokens[:end] == reply.tokens[:end]
-                return (
-                    (IGNORED, f"{value:g} does not change an answer that it must change") if is_same else (HONORED, "")
-                )
+                return self._penalized(place, reply, end, name, value)
         return self._without_effect
+
+    def _penalized(self, place: int, reply: Reply, end: int, name: str, value: float) -> tuple[str, str]:
+        """Whether a penalty changes one of the first `end` tokens, as it must. SGLang counts tokens of one verify
+        afterwards only, so that its penalties come late with drafts."""
+        answer = self._reply(place, max_tokens=end, **{name: value})
+        if answer.tokens[:end] != reply.tokens[:end]:
+            return HONORED, ""
+        pairs = zip(self._reply(place, **{name: value}).tokens, reply.tokens, strict=False)
+        late = next((at for at, (found, without) in enumerate(pairs) if found != without), None)
+        if late is not None and late < len(reply.top) and lead(reply, late) > self._clear:
+            return (
+                WRONG,
+                f"{value:g} changes token {late} first, and must change one of the first {counted(end, 'token')}",
+            )
+        return IGNORED, f"{value:g} does not change an answer that it must change"
 
     def _repetition_penalty(self) -> tuple[str, str]:
         """At 2 a token that prompt or answer have loses at least half of its logit."""
         name = "repeat_penalty" if self._is_llamacpp else "repetition_penalty"
         for place, reply in self._answers():
-            seen, found = set[Token](self._prompts[place]), 0
+            seen, found = self._prompt_of(place, reply), 0
             for index, (token, top) in enumerate(zip(reply.pieces, reply.top, strict=False)):
                 best = max((value for other, value in top.items() if other not in seen), default=-math.inf)
                 found += token in seen and reply.logprobs[index] - best < 0.5
                 seen.add(token)
                 if found == 2:
-                    answer = self._reply(place, max_tokens=index + 1, **{name: 2.0})
-                    is_same = answer.tokens[: index + 1] == reply.tokens[: index + 1]
-                    return (IGNORED, "2 does not change an answer that it must change") if is_same else (HONORED, "")
+                    return self._penalized(place, reply, index + 1, name, 2.0)
         return self._without_effect
+
+    def _prompt_of(self, place: int, reply: Reply) -> set[Token]:
+        """The tokens of a prompt, named as the log-probabilities of its answer name them: SGLang sends ids of answers,
+        and texts with its log-probabilities."""
+        ids = self._prompts[place]
+        if any(isinstance(token, int) for token in reply.pieces):
+            return {*ids}
+        return {self._decode([token]) for token in ids}
 
     @property
     def _without_effect(self) -> tuple[str, str]:
@@ -328,7 +346,12 @@ class Probes:
             if self._end is not None:
                 ends.append({"logit_bias": {str(self._end): _BIAS}})
             for end in ends:
-                short, long = (self._reply(place, min_tokens=count, **end) for count in (0, least))
+                try:
+                    short, long = (self._reply(place, min_tokens=count, **end) for count in (0, least))
+                except _Failed as error:
+                    if error.is_refused and "logit_bias" in end:  # vLLM with drafts, which knows min_tokens
+                        continue
+                    raise
                 if _length(short) < least and short.finish_reason == "stop":
                     return (
                         (HONORED, "")

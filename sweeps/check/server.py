@@ -152,6 +152,7 @@ def run_server(
             shown.fields,
             bound,
             lambda text: engine.tokenizer.encode(text, add_special_tokens=False),
+            lambda tokens: engine.tokenizer.decode(tokens, skip_special_tokens=False),
             length=options.max_new_tokens,
             greedy=dict(enumerate(alone)) if not options.random else None,
             doubt="answers at temperature 0 are faulty" if is_faulty else "",

@@ -50,13 +50,18 @@ _KNOWN = ({"temperature": 1.0}, {"temperature": 1.5, "top_k": 4})
 
 @dataclass(frozen=True)
 class ServerSampledReport:
-    """The result. failed: errors of requests."""
+    """The result.
+
+    failed   errors of requests
+    refused  sets of sampling parameters that the server does not accept, with its reason
+    """
 
     options: CheckOptions
     server: Server
     against: str
     tested: list[Tested]
     failed: list[str]
+    refused: list[tuple[dict[str, float], str]]
     record: RunRecord
 
     @cached_property
@@ -83,7 +88,13 @@ class ServerSampledReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return {"against": self.against, "faults": self.faults, "rows": self.rows, "metrics": self.record.metrics}
+        return {
+            "against": self.against,
+            "faults": self.faults,
+            "refused": self.refused,
+            "rows": self.rows,
+            "metrics": self.record.metrics,
+        }
 
     def markdown(self) -> str:
         work = self.record.workload
@@ -93,7 +104,8 @@ class ServerSampledReport:
             "prompts": f"{work['prompts']}, each with {self.options.seeds} seeds for every set of parameters; "
             f"{TOKENS} tokens each",
         }
-        return "\n\n".join([heading(lines).rstrip("\n"), self._verdict(), table_of(self.rows)])
+        left = [f"Not tested: the server refuses {text_of(sampling)} ({why})." for sampling, why in self.refused]
+        return "\n\n".join([heading(lines).rstrip("\n"), self._verdict(), *left, table_of(self.rows)])
 
     def save(self, folder: Path) -> None:
         """Write record.json, requests.jsonl and summary.md."""
@@ -130,6 +142,7 @@ def run_server_sampled(
     progress = Progress(report, len(sets) * len(prompts) * options.seeds)
     engine.reset_record()
     answers: list[list[list[Reply]]] = []  # by set and prompt
+    refused: list[tuple[dict[str, float], str]] = []
     with (folder / ANSWERS).open("w") as file:
         requests = Requests(prompts, file, progress)
         for place, sampling in enumerate(sets):
@@ -138,8 +151,16 @@ def run_server_sampled(
             for number in range(len(prompts) * options.seeds):
                 prompt, own_seed = number // options.seeds, seed + place * len(prompts) * options.seeds + number
                 sent.append((prompt, {**usual, **sampling, "seed": own_seed % 2**31, **shown.fields}))
-            found = requests.replies(engine, f"sampled {place}", sent, options.concurrency)
+            found = requests.replies(engine, f"sampled {place}", sent[:1], 1)
+            if found[0].is_refused:  # as vLLM with drafts refuses min_p
+                refused.append((sampling, str(found[0].error)))
+                progress.more(1 - len(sent))
+                continue
+            found += requests.replies(engine, f"sampled {place}", sent[1:], options.concurrency)
             answers.append([found[at : at + options.seeds] for at in range(0, len(found), options.seeds)])
+    sets = tuple(one for one in sets if one not in [other for other, _ in refused])
+    if not sets or sets[0] != SAMPLING[0]:
+        raise SpecbatchError(f"the server at {engine.server.base_url} refuses sampled requests: {refused[0][1]}")
     failed = [reply.error for of_set in answers for of_prompt in of_set for reply in of_prompt if reply.error]
     good = [[[reply for reply in of_prompt if not reply.error] for of_prompt in of_set] for of_set in answers]
     if plan is not None:
@@ -166,8 +187,8 @@ def run_server_sampled(
         "prompts_sha256": sha256_of(prompts),
         "weights": server.weights,
     }
-    result = ServerSampledReport(options, engine.server, against, tested, failed, record)
-    record.workload |= {"tests": result.rows, "faults": result.faults}
+    result = ServerSampledReport(options, engine.server, against, tested, failed, refused, record)
+    record.workload |= {"tests": result.rows, "faults": result.faults, "refused": refused}
     result.save(folder)
     return result
 

@@ -61,6 +61,7 @@ class EngineServer:
     says      replaces the text of an answer
     splits    whether text up to </think> is `reasoning_content` of a chat
     key       that requests must have
+    refuses   fields that requests may not have
     before    called with the number of each request
     """
 
@@ -74,6 +75,7 @@ class EngineServer:
     says: Callable[[str], str] = lambda text: text
     splits: bool = False
     key: str | None = None
+    refuses: tuple[str, ...] = ()
     before: Callable[[int], None] = lambda number: None
 
     bodies: list[tuple[str, Body]] = field(default_factory=list)
@@ -119,6 +121,8 @@ class EngineServer:
         return reply.get()
 
     def params(self, body: Body) -> SamplingParams:
+        if wrong := [name for name in self.refuses if body.get(name)]:
+            raise SpecbatchError(f"{wrong[0]} is not yet supported with speculative decoding")
         values = {name: body[name] for name in GIVEN if body.get(name) is not None}
         values["max_new_tokens"] = body["max_tokens"] - ("drops a token of max_tokens" in self.faults)
         if values.get("top_k") == -1:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from local_server import QuietHandler
+from rival_servers import Rival, rival
 
 from specbatch.servers.client import Failed
-from specbatch.servers.replies import Reply
+from specbatch.servers.engine import HttpEngine
+from specbatch.servers.replies import Question, Reply, ask
+from specbatch.servers.server import Server
 
 TEXTS = {"tokens": ["a", "b"], "token_logprobs": [-0.5, -1.0], "top_logprobs": [{"a": -0.5, "c": -2.0}, {"b": -1.0}]}
 IDS = {
@@ -86,3 +90,27 @@ def test_incomplete() -> None:
         reply({"text": "ab"}).check()
     with pytest.raises(Failed, match="the server ended the answer: abort"):
         reply({"text": "ab", "finish_reason": "abort"}).check()
+
+
+def test_a_busy_server_refuses_nothing() -> None:
+    assert Reply(status=400).is_refused
+    assert not any(Reply(status=status).is_refused for status in (429, 408, 503, None))
+
+
+def test_penalties_are_sent_and_events_may_be_long() -> None:
+    """vLLM takes penalties that are not sent from generation_config.json. With return_token_ids the first event has all
+    ids of the prompt."""
+    server, prompt = Rival("vllm", model="org/toy"), list(range(100_000))
+    send = QuietHandler.send_event
+    with rival(server) as url, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(QuietHandler, "send_event", lambda self, event: send(self, _with_prompt(event, prompt)))
+        engine = HttpEngine(Server(url), tokenizer=False)
+        asked = [Question([5], {"max_tokens": 2}), Question([5], {"max_tokens": 2, "repetition_penalty": 2.0})]
+        found = ask(engine, asked)
+    assert [one.error for one in found] == [None, None]
+    assert [body["repetition_penalty"] for _, body in server.bodies] == [1.0, 2.0]
+    assert {(body["presence_penalty"], body["frequency_penalty"]) for _, body in server.bodies} == {(0.0, 0.0)}
+
+
+def _with_prompt(event: Any, prompt: list[int]) -> Any:
+    return event | {"prompt_token_ids": prompt} if isinstance(event, dict) else event

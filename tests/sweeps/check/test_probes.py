@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -51,13 +53,61 @@ def test_stop_places() -> None:
     assert stop_place("") is None
 
 
+def probes(answer: Callable[[dict[str, Any]], Reply], prompt: tuple[int, ...] = (1,), **settings: Any) -> Probes:
+    """Of a server that gives `answer` to the fields of a request."""
+    return Probes(
+        lambda sent: [answer(fields) for _, fields in sent], [list(prompt)], {}, 0.5, lambda text: [],
+        lambda ids: "".join(chr(96 + one) for one in ids), **settings,
+    )  # fmt: skip
+
+
 def test_refused_requests() -> None:
     refused = Reply(error="HTTP 400: no", status=400)
-    found = Probes(lambda sent: [refused] * len(sent), [[1]], {}, 0.5, lambda text: []).run(("stop", "seed"))
+    found = probes(lambda fields: refused).run(("stop", "seed"))
     assert [(probe.name, probe.result, probe.detail) for probe in found] == [
         ("seed", "refused", "HTTP 400: no"),
         ("stop", "refused", "HTTP 400: no"),
     ]
+
+
+# Of SGLang: ids of the answer, and texts with the log-probabilities.
+PLACES = [{"a": -0.1, "b": -3.0}, {"c": -0.4, "a": -1.4}, {"d": -0.1, "e": -4.0}, {"f": -0.1, "g": -4.0}]
+SGLANG = Reply("acdf", [1, 3, 4, 6], ["a", "c", "d", "f"], [-0.1, -0.4, -0.1, -0.1], PLACES)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changed", "found"),
+    [
+        ((9,), {2: [1, 1]}, ("honored", "")),
+        ((9,), {}, ("ignored", "-2 does not change an answer that it must change")),
+        ((3,), {}, ("not tested", "no answer that it must change")),  # c is in the prompt, which a server may count
+        ((9,), {32: [1, 3, 5, 6]}, ("wrong", "-2 changes token 2 first, and must change one of the first 2 tokens")),
+    ],
+)
+def test_penalties_of_a_server_with_texts_and_ids(
+    prompt: tuple[int, ...], changed: dict[int, list[int]], found: tuple[str, str]
+) -> None:
+    def answer(fields: dict[str, Any]) -> Reply:
+        return Reply(ids=changed.get(fields["max_tokens"], SGLANG.ids)) if "presence_penalty" in fields else SGLANG
+
+    (probe,) = probes(answer, prompt, greedy={0: SGLANG}, length=32, doubt="x").run(("logprobs",))
+    assert probe.result == "honored"
+    probe = probes(answer, prompt, greedy={0: SGLANG}, length=32)._one("presence_penalty")
+    assert (probe.result, probe.detail) == found
+
+
+def test_min_tokens_of_a_server_that_refuses_logit_bias() -> None:
+    """vLLM with drafts does."""
+    asked: list[dict[str, Any]] = []
+
+    def answer(fields: dict[str, Any]) -> Reply:
+        asked.append(fields)
+        return Reply(error="HTTP 400: not yet supported with speculative decoding.", status=400)
+
+    same = Reply("aaaaaa", [1] * 6)
+    probe = probes(answer, greedy={0: same}, end=2)._one("min_tokens")
+    assert (probe.result, len(asked)) == ("not tested", 1)
+    assert asked[0]["logit_bias"] == {"2": 100}
 
 
 def test_names() -> None:

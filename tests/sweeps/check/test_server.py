@@ -170,6 +170,20 @@ def test_sampled(serve: Any, command: Any, folder: Path, tmp_path: Path) -> None
     assert "shows no log-probabilities, which --sampled needs" in found.output
 
 
+def test_sampled_by_a_server_that_refuses_some_settings(serve: Any, command: Any, folder: Path, tmp_path: Path) -> None:
+    few = ("--sampled", "--seeds", "60", "--prompts", "1", "--concurrency", "32")
+    own = ("--weights", str(folder), "--dtype", "float32", "--device", "cpu")
+    found = command(serve(refuses=("min_p", "logit_bias")), *few, *own, "--out", str(tmp_path / "some"))
+    assert found.exit_code == 0, found.output
+    told = " ".join(found.output.split())
+    assert "Not tested: the server refuses temperature 1, min-p 0.05 (HTTP 400: min_p is not yet supported with" in told
+    assert "top-p 0.95, min-p 0.02 (HTTP 400" in told
+    workload = json.loads((tmp_path / "some" / "record.json").read_text())["workload"]
+    assert (len(workload["tests"]), len(workload["refused"])) == (6, 2)
+    found = command(serve(refuses=("temperature",)), *few, "--out", str(tmp_path / "none"))
+    assert found.exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
