@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from specbatch.algorithms import NO_SPECULATION
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import INCOMPLETE
 from specbatch.errors import refuse
@@ -274,7 +275,8 @@ def _drafted(record: RunRecord) -> bool:
     counters = record.counters
     if any(counters.get("acceptance", {}).get("drafted", ())) or counters.get("server_acceptance"):
         return True
-    return record.of_server and bool(record.metrics.get("accept_length"))
+    described = record.config["speculation"]["algorithm"] != NO_SPECULATION and record.error is None
+    return record.of_server and (described or bool(record.metrics.get("accept_length")))
 
 
 def prompt_set(record: RunRecord) -> str:
