@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -108,3 +109,18 @@ def test_commands_name_no_folders_outside_of_the_checkout(remake) -> None:
     record = RunRecord({}, {}, {}, {}, [], provenance={"command": command})
     shown = importlib.import_module("pages").shown_command(record)
     assert shown == "specbatch sweep --data gsm8k.jsonl --configs a/b.toml"
+
+
+def test_offline_tables_are_what_their_lines_make(monkeypatch) -> None:
+    """If the format changed: python docs/offline/table.py results/h200/offline/points.jsonl, into summary.md.
+    The points are those of the scripts."""
+    monkeypatch.syspath_prepend(RESULTS.parent / "docs/offline")
+    points, table = importlib.import_module("points"), importlib.import_module("table")
+    for path in RESULTS.glob("*/offline/points.jsonl"):
+        text = path.read_text()
+        assert path.with_name("summary.md").read_text() == table.tables(text)
+        for line in map(json.loads, text.splitlines()):
+            point = points.POINTS[line["point"]]
+            sizes = (point.requests, point.shared + point.tokens_in, point.tokens_out)
+            assert (line["requests"], line["tokens_in"], line["tokens_out"]) == sizes
+            assert line["output_tokens"] == point.requests * point.tokens_out

@@ -22,7 +22,7 @@ LEAST_GAP = 0.5
 # Nats between log-probabilities of a token after the same text. More is a fault, and explains no gap: another model has
 # so much noise that it would explain all of its own divergences (llama.cpp with a wrong base of rope: 0.9 to 1.5).
 MOST_NOISE = 0.5
-_ALIKE = 4  # tokens that must follow as expected for a shape to be one
+_ALIKE = 4  # different tokens that must follow as expected for a shape to be one; an answer that loops shows none
 
 ROUNDING, FAULT, UNJUDGED = "rounding", "fault", "not judged"
 
@@ -106,10 +106,12 @@ def _shape(wanted: list[Any], found: list[Any], place: int) -> str:
     """A token too many or too few, after which the answer goes on as it should."""
     rest = min(len(wanted) - place, len(found) - place - 1)
     is_repeated = place and found[place : place + 1] == found[place - 1 : place]
-    if is_repeated and rest >= _ALIKE and found[place + 1 : place + 1 + rest] == wanted[place : place + rest]:
+    after = wanted[place : place + max(0, rest)]
+    if is_repeated and len({*after}) >= _ALIKE and found[place + 1 : place + 1 + rest] == after:
         return "a token is repeated, and the rest is as it should be"
     rest = min(len(wanted) - place - 1, len(found) - place)
-    if rest >= _ALIKE and found[place : place + rest] == wanted[place + 1 : place + 1 + rest]:
+    after = found[place : place + max(0, rest)]
+    if len({*after}) >= _ALIKE and after == wanted[place + 1 : place + 1 + rest]:
         return "a token is missing, and the rest is as it should be"
     return ""
 

@@ -96,6 +96,11 @@ class ServerOptions:
         "the model in float32 the referee.",
         metavar="MODEL",
     )
+    quantized: bool = setting(
+        False,
+        "The server quantizes the --weights to fewer bits than 16: the referee allows for that. For files that are "
+        "quantized, and for llama.cpp's server, it allows for quantized activations without.",
+    )
     probes: tuple[str, ...] = setting(
         PROBES, "Settings to probe: all, none, or some of them, such as temperature,stop.", parse=probes_of
     )
@@ -103,3 +108,5 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.baseline_url is not None and self.weights is not None:
             raise refuse("weights", self.weights, "there is a baseline_url as well; use one of them")
+        if self.quantized and self.weights is None:
+            raise refuse("quantized", True, "is for the referee; add weights, or leave it out")

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from specbatch.errors import MOST, refuse
 from specbatch.jobs.prompts import Prompt, read_prompts
+from specbatch.servers.engine import HttpEngine
 from specbatch.sweeps.check.options import RANDOM_PROMPTS, SAMPLED, CheckOptions
 from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.records.run_record import RunRecord
-    from specbatch.servers.engine import HttpEngine
     from specbatch.text.tokenizer import Tokenizer
 
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
@@ -47,6 +47,9 @@ def encode(
         fitting = [pair for pair in encoded if len(pair[0]) <= room]
         if not fitting:
             least = min(len(ids) for ids, _ in encoded) + options.max_new_tokens
+            if isinstance(engine, HttpEngine):
+                limit = f"the server takes {engine.caps['max_model_len']} tokens, the shortest prompt needs {least}"
+                raise refuse("max_new_tokens", options.max_new_tokens, f"{limit}; use fewer, or a file of your own")
             works = f"the shortest prompt needs {least}; use at least that, a file of your own, or --random"
             raise refuse("max_model_len", engine.caps["max_model_len"], works)
         encoded = fitting

@@ -35,6 +35,7 @@ class RefereePlan:
     device: torch.device
     dtype: torch.dtype
     engine_dtype: torch.dtype
+    has_quantized_weights: bool = False
 
 
 def plan_referee(config: EngineConfig, name: str) -> RefereePlan:
@@ -55,7 +56,7 @@ def plan_referee(config: EngineConfig, name: str) -> RefereePlan:
         works = f"use same, with {size_text(least)} of weights" if least <= room and dtype != own else "use none"
         found = f"its weights take {size_text(need)} of the {size_text(room)} that may be used on {device}"
         raise refuse("referee", name, f"{found}; {works}, or a smaller model")
-    return RefereePlan(config, device, dtype, own)
+    return RefereePlan(config, device, dtype, own, has_quantized_weights=model.quantization is not None)
 
 
 class Referee:

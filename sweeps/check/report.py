@@ -163,15 +163,7 @@ class CheckReport:
     @property
     def faults(self) -> list[str]:
         """What makes the check fail, in words."""
-        found = []
-        diverging = sum(item.diverges for item in self.findings)
-        if errors := [side.error for item in self.findings for side in item.answers if side.error]:
-            found.append(f"{counted(len(errors), 'request')} failed: {errors[0]}")
-        if self.options.referee == "none":
-            without = f"{counted(diverging, 'answer')} with other tokens, and no referee was asked"
-            return [*found, without] if diverging else found
-        if early := sum(item.ends_early for item in self.findings):
-            found.append(f"{counted(early, 'answer')} ended without an end token")
+        found = self.failures()
         if self.errors is not None and self.errors.is_found:
             found.append("its log-probabilities are further from the referee's than the baseline's")
         if self.below is not None and self.below.is_found:
@@ -181,6 +173,19 @@ class CheckReport:
                 f"a token is {self.worst:.4g} units in the last place below the referee's best, and rounding explains "
                 f"{self.bound:.4g}"
             )
+        return found
+
+    def failures(self) -> list[str]:
+        """Faults that no measure shows, in words: requests, divergences without a referee, missing end tokens."""
+        found = []
+        diverging = sum(item.diverges for item in self.findings)
+        if errors := [side.error for item in self.findings for side in item.answers if side.error]:
+            found.append(f"{counted(len(errors), 'request')} failed: {errors[0]}")
+        if self.options.referee == "none":
+            without = f"{counted(diverging, 'answer')} with other tokens, and no referee was asked"
+            return [*found, without] if diverging else found
+        if early := sum(item.ends_early for item in self.findings):
+            found.append(f"{counted(early, 'answer')} ended without an end token")
         return found
 
     @property

@@ -10,7 +10,7 @@ same weights, or the server's own first answers. Divergences are judged by the r
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.compared import bound_of, compare, noise
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions
 from specbatch.sweeps.check.probes import Probes
+from specbatch.sweeps.check.quantized import OF_ACTIVATIONS, OF_WEIGHTS, QuantizedReport
 from specbatch.sweeps.check.referee import RefereePlan, plan_referee
 from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.run import Log, Progress, both, find_divergence, judged_by
@@ -46,7 +47,7 @@ _TOP = (20, 5)  # most likely tokens that are asked for; some servers allow fewe
 class Requests:
     """Sends requests, and writes every answer into a file as it comes."""
 
-    def __init__(self, prompts: list[list[int]], file: IO[str], progress: Callable[[], None]) -> None:
+    def __init__(self, prompts: list[list[int]], file: IO[str], progress: Progress) -> None:
         self.prompts, self._file, self._progress = prompts, file, progress
 
     def replies(
@@ -77,6 +78,7 @@ class Requests:
         for place in range(len(self.prompts)):
             found += self.replies(engine, condition, [(place, fields)], 1)
             if found[-1].drafted:
+                self._progress.more(len(found) - len(self.prompts))
                 return None
         return found
 
@@ -131,6 +133,7 @@ def run_server(
         conditions = [one.judged(bound) for one in conditions]
         record = engine.record(concurrency=options.concurrency)
         referee: dict[str, CheckReport] = {}
+        most_error: float | None = None
         if own is not None:
             sides = {
                 (name, place): _answer(reply, plain[place], engine.tokenizer)
@@ -138,7 +141,9 @@ def run_server(
                 for place, reply in enumerate(found)
                 if reply.error is None
             }
-            referee = _judged(plan, plain, sides, names, options, record, log, progress)
+            has_files = is_llamacpp or (plan is not None and plan.has_quantized_weights)
+            most_error = OF_WEIGHTS if server.quantized else OF_ACTIVATIONS if has_files else None
+            referee = _judged(plan, plain, sides, names, options, record, log, progress, most_error)
             conditions = [one.only_shapes() for one in conditions]  # the referee judges the others
         is_faulty = any(one.is_faulty for one in conditions) or any(one.faults for one in referee.values())
         probes = Probes(
@@ -165,6 +170,7 @@ def run_server(
         "prompts_sha256": sha256_of(prompts),
         "baseline_url": server.baseline_url,
         "weights": server.weights,
+        "quantized": most_error is not None,
     }
     against = _against(engine, baseline, own, switched=None if not switches else ALONE in answers)
     result = ServerReport(options, engine.server, against, shown, conditions, noises, bound, referee, probed, record)
@@ -267,8 +273,10 @@ def _judged(
     record: RunRecord,
     log: Log | None,
     progress: Progress,
+    most_error: float | None,
 ) -> dict[str, CheckReport]:
-    """By condition, the answers of the server (by condition and prompt) and of this engine, judged by the referee."""
+    """By condition, the answers of the server (by condition and prompt) and of this engine, judged by the referee.
+    most_error: nats per token that its quantization explains; None: it does not quantize."""
     findings: list[Finding] = []
     for (_, place), answer in sides.items():
         own = plain[place]
@@ -283,7 +291,9 @@ def _judged(
     parts: dict[str, list[Finding]] = {}
     for (name, place), item in zip(sides, findings, strict=True):
         parts.setdefault(name, []).append(replace(item, index=place))
-    return {name: CheckReport(options, part, record) for name, part in parts.items()}
+    if most_error is None:
+        return {name: CheckReport(options, part, record) for name, part in parts.items()}
+    return {name: QuantizedReport(options, part, record, most_error) for name, part in parts.items()}
 
 
 def _against(

@@ -188,8 +188,9 @@ class ServerReport:
             return f"FAILED: {'; '.join(self.faults)}."
         if self.unjudged:
             return (
-                f"NOT JUDGED: {counted(self.unjudged, 'answer')} with other tokens, and the server has no "
-                "log-probabilities that tell rounding from a fault; --weights names a model that judges them."
+                f"NOT JUDGED: {counted(self.unjudged, 'answer')} with other tokens. To tell rounding from a fault "
+                "takes both answers token by token and log-probabilities of one, where they diverge; --weights names a "
+                "model that judges without."
             )
         compared = sum(one.compared for one in self.conditions)
         count = sum(len(one.divergences) for one in self.conditions)  # with a referee none, or there are faults
@@ -241,6 +242,13 @@ class ServerReport:
                 f"{noise_of(self.noises):.2g}, the second largest distance of log-probabilities before a divergence, "
                 "and always 0.5. Assumed: the server's log-probabilities are those of its model."
             )
+        if self.referee and self.record.workload["quantized"]:
+            notes.append(
+                "THE SERVER QUANTIZES weights or activations: its log-probabilities are not compared with this "
+                "engine's errors, and a fault that changes them by no more than quantization does is not found."
+            )
+        elif any(report.faults for report in self.referee.values()):
+            notes.append("If the server quantizes weights or activations, --quantized allows for that.")
         if not self.shown.ids and self.referee:
             notes.append("The server shows no token ids: the tokens of its texts were judged.")
         if not self.shown.logprobs:

@@ -9,7 +9,7 @@ import pytest
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION
 from specbatch.engine import support
-from specbatch.models import config as models
+from specbatch.models import registry as models
 from specbatch.weights.shapes import SHAPES
 
 

@@ -61,6 +61,12 @@ def test_shapes(tokens: list[int], shape: str) -> None:
     assert verdict(reply(WANTED), reply(tokens, 0.0), others) == (FAULT, shape)
 
 
+@pytest.mark.parametrize("loop", [[15] * 6, [15, 16, 17] * 2])
+def test_a_loop_that_begins_a_token_earlier_is_no_shape(loop: list[int]) -> None:
+    wanted, found = [11, 12, 13, *loop], [11, 12, *loop, loop[0]]
+    assert verdict(reply(wanted, 0.1), reply(found, 0.1, 13)) == (ROUNDING, "")
+
+
 def test_an_answer_that_two_prompts_have_is_of_neither() -> None:
     others = {place: reply(list(range(50, 58))) for place in (3, 4)}
     assert verdict(reply(WANTED), reply(list(range(50, 58)), 0.0), others)[1] == ""
