@@ -117,7 +117,11 @@ def curve_of(paths: Iterable[Path]) -> AcceptanceCurve:
 
 
 def read_all(paths: Iterable[Path], read_rows: ReadRows) -> list[tuple[Path, RunRecord]]:
-    return [item for path in paths for item in read_records("runs", path, read_rows)]
+    """The records of all runs, each once."""
+    found = {
+        place.resolve(): (place, record) for path in paths for place, record in read_records("runs", path, read_rows)
+    }
+    return list(found.values())
 
 
 def curve_of_records(found: list[tuple[Path, RunRecord]]) -> AcceptanceCurve:

@@ -91,9 +91,12 @@ def _reasons(found: Difference) -> Iterator[str]:
         yield f"not judged: {found.length.interval.over}"
         return
     length_differs, differing = _differing(found)
+    if lost := [f"{side.uncounted} of {side.label}" for side in (base, other) if side.uncounted]:
+        yield f"accept lengths are not judged: verifies without drafts are of no known request, {' and '.join(lost)}"
+        length_differs = False
     if length_differs or differing:
         yield next(_explained(found, differing), None) or _unexplained(found)
-    else:
+    elif not lost:
         yield "no difference beyond chance"
 
 
@@ -220,8 +223,9 @@ def _growth(found: Difference, lower: Side, higher: Side) -> Growth | None:
     if len(enough) < 2:
         return None
     starts = enough[0], enough[-1]
-    rows = np.array([_of_contexts(lower.prompts[i], starts) + _of_contexts(higher.prompts[i], starts)
-                     for i in found.pairing.indices], float)  # fmt: skip
+    pairs = [(lower.prompts[index], higher.prompts[index]) for index in found.pairing.indices]
+    known = [pair for pair in pairs if all(one.knows_contexts for one in pair)]
+    rows = np.array([_of_contexts(low, starts) + _of_contexts(high, starts) for low, high in known], float)
 
     def shares(sums: Any) -> Any:
         return [(sums[..., at + 1] / sums[..., at] - 1) / (sums[..., at + 5] / sums[..., at + 4] - 1) for at in (0, 2)]

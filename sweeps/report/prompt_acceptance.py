@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from specbatch.algorithms import NO_SPECULATION
 from specbatch.core.acceptance import Acceptance
 from specbatch.core.request import INCOMPLETE
 from specbatch.errors import refuse
@@ -48,6 +49,11 @@ class Prompt:
     context: dict[int, list[int]] = field(default_factory=dict)
     digests: set[str] = field(default_factory=set)
 
+    @property
+    def knows_contexts(self) -> bool:
+        """Whether each verify has its length of context: of vLLM those without drafts have none."""
+        return sum(verifies for verifies, _ in self.context.values()) == self.verifies
+
     def add(self, row: dict[str, Any]) -> None:
         """Count a request of a record."""
         self.answers += 1
@@ -70,14 +76,20 @@ class Prompt:
 
 @dataclass
 class Side:
-    """The runs of one engine. prompts: by their place in the input; untrimmed: whether draft positions count drafts
-    after the end of an answer."""
+    """The runs of one engine.
+
+    prompts    by their place in the input
+    untrimmed  whether draft positions count drafts after the end of an answer
+    uncounted  verifies by the counters of a server that are not among those of its requests: vLLM does not report
+               those without drafts, and those before tokens that were trimmed do not show
+    """
 
     label: str
     records: list[RunRecord]
     paths: list[Path]
     prompts: dict[int, Prompt] = field(default_factory=dict)
     untrimmed: bool = False
+    uncounted: int = 0
 
     @property
     def speculation(self) -> dict[str, Any]:
@@ -97,6 +109,9 @@ class Side:
                 found[row["index"]].add(row)
                 self.untrimmed = self.untrimmed or bool(row.get("untrimmed_histogram"))
         self.prompts = {index: one for index, one in found.items() if one.verifies}
+        known = sum(one.verifies for one in found.values())
+        counted = sum(record.metrics.get("verify_steps") or 0 for record in self.records)
+        self.uncounted = int(max(counted - known, 0)) if self.records[0].of_server else 0
 
 
 @dataclass(frozen=True)
@@ -179,6 +194,7 @@ def difference(base: Side, other: Side, pairing: Pairing) -> Difference:
         known = before is not None and after is not None
         return Change(before, after, over_prompts(*samples) if known else Interval(None, None, "not known"))
 
+    known = with_contexts(base, other, pairing)
     starts = sorted({start for side in (base, other) for one in side.prompts.values() for start in one.context})
     return Difference(
         base,
@@ -187,7 +203,7 @@ def difference(base: Side, other: Side, pairing: Pairing) -> Difference:
         change(lambda one: (one.emitted, one.verifies)),
         change(lambda one: (one.drafted, one.verifies if one.tried else 0)),
         [change(_of_position(place)) for place in range(max(base.positions, other.positions))],
-        {start: change(_of_context(start)) for start in starts},
+        {start: change(_of_context(start, known)) for start in starts},
     )
 
 
@@ -195,9 +211,18 @@ def _of_position(place: int) -> Counts:
     return lambda one: (one.accepted[place], one.tried[place]) if place < len(one.tried) else (0, 0)
 
 
-def _of_context(start: int) -> Counts:
+def with_contexts(base: Side, other: Side, pairing: Pairing) -> set[int]:
+    """Of the prompts of `pairing` those whose contexts both sides know, as others of the same lengths may have other
+    acceptance; of unpaired ones those whose own side does."""
+    if pairing.indices is None:
+        return {id(one) for side in (base, other) for one in side.prompts.values() if one.knows_contexts}
+    pairs = [(base.prompts[index], other.prompts[index]) for index in pairing.indices]
+    return {id(one) for pair in pairs if all(one.knows_contexts for one in pair) for one in pair}
+
+
+def _of_context(start: int, known: set[int]) -> Counts:
     def counts(one: Prompt) -> tuple[float, float]:
-        verifies, emitted = one.context.get(start, (0, 0))
+        verifies, emitted = one.context.get(start, (0, 0)) if id(one) in known else (0, 0)
         return emitted, verifies
 
     return counts
@@ -250,7 +275,8 @@ def _drafted(record: RunRecord) -> bool:
     counters = record.counters
     if any(counters.get("acceptance", {}).get("drafted", ())) or counters.get("server_acceptance"):
         return True
-    return record.of_server and bool(record.metrics.get("accept_length"))
+    described = record.config["speculation"]["algorithm"] != NO_SPECULATION and record.error is None
+    return record.of_server and (described or bool(record.metrics.get("accept_length")))
 
 
 def prompt_set(record: RunRecord) -> str:

@@ -28,6 +28,7 @@ Log = Callable[[str], None]
 Configs = Mapping[str, EngineConfig | Server]
 Engines = Mapping[str, "InferenceEngine | HttpEngine"]
 OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
+_OF_SERVERS = {one.name for one in fields(Server)}
 _NOT_OF_DRAFTS = {one.name for one in fields(EngineConfig)} - {*OF_WEIGHTS} | {"decode_graph", "prefill_graph"}
 
 
@@ -113,8 +114,14 @@ def connected(
     are made with its tokenizer, so that none can be measured if no engine can be built. of_clients: arguments of
     `HttpEngine`."""
     own, clients = engines_of(configs), _clients(configs, log, failed, of_clients)
+    lines = [f"{name}: {text}" for name, text in (failed or {}).items() if name not in own]
     if failed and not own and not clients:
-        raise SpecbatchError(next(iter(failed.values())))
+        if len(failed) == 1:
+            raise SpecbatchError(*failed.values())
+        raise SpecbatchError("\n".join(lines), setting="configs")
+    if log is not None:
+        for line in lines:
+            log(line)
     with ExitStack() as stack:
         engines = stack.enter_context(loaded(own, log, workload, failed)) if own else {}
         for client in clients.values() if engines else ():
@@ -196,8 +203,9 @@ def _clients(
 
             with noted(failed, name):
                 clients[name] = HttpEngine(server, log=_prefixed(log, name), **settings)
-            if failed and name in failed and log is not None:
-                log(f"{name}: {failed[name]}")
+            if failed and name in failed and len(configs) > 1:  # in a file settings are keys
+                setting, equals, rest = failed[name].partition("=")
+                failed[name] = setting.replace("_", "-") + equals + rest if setting in _OF_SERVERS else failed[name]
     return clients
 
 

@@ -113,6 +113,16 @@ def test_a_server_that_is_not_there_is_left_out(tiny: Any, server: EngineServer)
     assert [*rows()] == [(1, "baseline")]
 
 
+def test_each_of_servers_that_are_not_there_has_one_line(tiny: Any, server: EngineServer) -> None:
+    grid(of("one", "http://127.0.0.1:9"), of("two", "http://127.0.0.1:19"))
+    lines = evaluate(tiny, exit_code=2).stderr.splitlines()
+    told = [line for line in lines if "no answer from" in line]
+    assert [line.partition(": no answer")[0] for line in told] == [
+        "error: one: base-url='http://127.0.0.1:9'",
+        "two: base-url='http://127.0.0.1:19'",
+    ]
+
+
 def test_servers_alone_get_messages_and_need_no_tokenizer(tiny: Any, server: EngineServer) -> None:
     with serving_engine(server) as url:
         grid(*(of(name, url, 'send = "chat"', 'model = "org/tiny"') for name in ("a", "b")))

@@ -3,6 +3,7 @@ follows from step times, which a fake clock gives here."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -398,3 +399,16 @@ def test_the_memory_plan_includes_the_graphs_of_all_lengths() -> None:
     assert graph_bytes(piecewise, most=8, chunk=64, layers=8, draft_lengths=(0, 1)) == graph_bytes(
         piecewise, most=8, chunk=64, layers=8
     )
+
+
+@pytest.mark.usefixtures("toy")
+def test_starts_on_a_cpu_take_few_slow_passes(
+    toy_engine: Callable[..., Engine], clock: type[FakeClock], watch: Watch
+) -> None:
+    """Of a real model each takes a good part of a second, and its time grows with the tokens."""
+    steps = watch(DecodeStep, "__call__", before=lambda _, step: (len(step.slots), step.num_drafts))
+    caught_up = watch(DeviceWorker, "catch_up", before=lambda _, chunks, most: most)
+    toy_engine(speculation=auto("eagle3"), max_model_len=500, max_running=2, kv_pages=400)
+    assert max(Counter(steps).values()) <= 2, "with short contexts, and with long ones"
+    assert caught_up
+    assert max(caught_up) <= 128

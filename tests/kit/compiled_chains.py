@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,24 +13,25 @@ from specbatch.kernels.recurrent import gated_delta_triton, short_conv_triton
 _DELTA = {"KEYS": 16, "VALUES": 32, "K": 128, "V": 128, "BLOCK_K": 128, "PDL": True}  # Qwen3.5-35B-A3B
 
 
-def _sizes() -> defaultdict[str, str]:
-    """Types of arguments: sizes and strides, unless others are added."""
-    return defaultdict(lambda: "i32")
+def _sizes(kernel: Any) -> dict[str, str]:
+    """Types of all arguments: sizes and strides, unless others are added."""
+    return dict.fromkeys(kernel.arg_names, "i32")
 
 
 def delta(kernel: Any, dtype: str, warps: int, **fixed: Any) -> dict[str, Any]:
-    kinds = _sizes() | dict.fromkeys(("qkv", "b", "a", "o", "z", "weight"), f"*{dtype}")
+    kinds = _sizes(kernel) | dict.fromkeys(("qkv", "b", "a", "o", "z", "weight"), f"*{dtype}")
     kinds |= dict.fromkeys(("a_log", "dt_bias", "state", "old_k", "old_u", "old_g", "kept_k", "kept_g"), "*fp32")
     kinds |= dict.fromkeys(("rows", "count"), "*i64") | {"eps": "fp32"}
     return compiled(kernel, kinds, _DELTA | fixed, num_warps=warps)
 
 
 def convolution(rows: int) -> dict[str, Any]:
-    kinds = _sizes() | dict.fromkeys(("x", "weight", "window", "pending", "y"), "*bf16")
+    kernel = short_conv_triton.conv_chain_kernel
+    kinds = _sizes(kernel) | dict.fromkeys(("x", "weight", "window", "pending", "y"), "*bf16")
     kinds |= dict.fromkeys(("rows", "count"), "*i64")
     fixed = dict.fromkeys(("before", "after", "bias", "kept")) | {"weight_stride": 1, "TAPS": 4, "SILU": True}
     fixed |= {"CHANNELS": short_conv_triton._CHANNELS, "N": rows, "PDL": True}
-    return compiled(short_conv_triton.conv_chain_kernel, kinds, fixed, num_warps=4, enable_fp_fusion=False)
+    return compiled(kernel, kinds, fixed, num_warps=4, enable_fp_fusion=False)
 
 
 def every() -> Iterator[tuple[str, dict[str, Any]]]:

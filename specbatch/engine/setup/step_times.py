@@ -15,10 +15,10 @@ from specbatch.engine.device.prefill import PrefillWork
 from specbatch.engine.schedule.step_model import StepModel, rising
 from specbatch.memory.page_pool import pages_for
 
-RUNS = 3  # of which the shortest counts, after one that warms up ...
+RUNS = 3  # of which the shortest counts, on a GPU after one that warms up ...
 ENOUGH_S = 0.05  # ... but no more of them than this takes
 WARM_S = 0.2  # of steps without drafts, on a GPU, which is slow at first
-MOST_CATCH_UP = 2048  # tokens of a pass in which catching up is timed
+CATCH_UP = {"cuda": 2048, "cpu": 128}  # tokens of a pass in which catching up is timed, at most
 LONG = {"cuda": 1 << 17, "cpu": 1 << 12}  # cached tokens of a step with long contexts, at most
 
 
@@ -74,10 +74,11 @@ def measure_step_times(
 def measure_catch_up(worker: DeviceWorker, tokens: int, pages: int, *, by_target: bool) -> tuple[float, float]:
     """Seconds per token of a pass of up to so many in which the drafter catches up, and of the drafter in a prompt
     pass. by_target: see `DraftPlan.catch_up`."""
-    page_size = worker.decode_step.cache.page_size
-    count = min(tokens, MOST_CATCH_UP, worker.batch.width - 2, pages * page_size - 1)
+    page_size, device = worker.decode_step.cache.page_size, worker.batch.device
+    most = CATCH_UP.get(device.type, CATCH_UP["cpu"])
+    count = min(tokens, most, worker.batch.width - 2, pages * page_size - 1)
     worker.place(1, count, pages_for(count + 1, page_size))
-    chunks, device = [PromptChunk(1, 0, count)], worker.batch.device
+    chunks = [PromptChunk(1, 0, count)]
     catch_up = partial(worker.catch_up, chunks, count)
     prefill = partial(worker.prefill, PrefillWork(chunks, [], drafts=False))
     whole, plain = shortest(catch_up, device), 0.0
@@ -92,7 +93,8 @@ def measure_catch_up(worker: DeviceWorker, tokens: int, pages: int, *, by_target
 def shortest(work: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None) -> float:
     """The shortest time of some runs, each after `before`."""
     times: list[float] = []
-    work()
+    if device.type == "cuda":  # on a CPU nothing is compiled, and steps of a real model take long
+        work()
     while len(times) < RUNS and sum(times) < ENOUGH_S:
         before()
         times.append(seconds_of(work, device))

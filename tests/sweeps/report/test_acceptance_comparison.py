@@ -69,6 +69,7 @@ def record(name: str, chance: Chance = usual, *, texts: str = "same", prompts: s
     count = how.pop("count", PROMPTS)
     done = [answer(index, chance, seed, **how) for index in range(count)]
     found.requests = [one.as_row() | {"text_digest": f"{texts} {one.index}"} for one in done]
+    found.metrics["verify_steps"] = sum(row["verify_steps"] for row in found.requests)
     return found
 
 
@@ -185,6 +186,27 @@ def test_only_equal_answers_are_compared_where_there_are_enough() -> None:
     assert found.pairing.indices == tuple(range(12, 24))
 
 
+def test_contexts_are_compared_over_prompts_whose_verifies_are_known_on_both_sides() -> None:
+    """vLLM does not report verifies without drafts, so that answers with some have no contexts."""
+    vllm = record("vllm")
+    middle = sorted(row["accept_length"] for row in vllm.requests)[PROMPTS // 2]
+    for row in vllm.requests:
+        if row["accept_length"] < middle:
+            row["acceptance"] |= {"verifies": [], "emitted": []}
+    found = compared(record("specbatch"), vllm).differences[0]
+    assert found.contexts
+    assert all(change.before == change.after for change in found.contexts.values())
+
+
+def test_accept_lengths_of_servers_that_count_more_verifies_are_not_judged() -> None:
+    """As vLLM's counter of steps does, of which its answers do not show those without drafts."""
+    vllm = record("vllm", lambda draft, context: 0.9 * usual(draft, context))
+    vllm.metrics["verify_steps"] += 7
+    text = "accept lengths are not judged: verifies without drafts are of no known request, 7 of vllm"
+    assert reasons(record("specbatch", seed="others"), vllm)[0] == text
+    assert reasons(record("specbatch"), vllm)[0] == text
+
+
 def test_runs_of_one_engine_with_other_settings_are_refused() -> None:
     other = record("specbatch")
     other.config["speculation"]["draft_tokens"] = 2
@@ -202,6 +224,16 @@ def test_a_position_with_more_accepted_drafts_is_no_reason_for_fewer() -> None:
     found = reasons(record("specbatch"), record("vllm", CROSSED, seed="others"))
     assert found[0].startswith("vllm accepts")
     assert "of draft 2 (where tried)" in found[0]
+
+
+def test_servers_that_are_said_to_draft_and_report_nothing_are_refused() -> None:
+    """A table of the other engine alone would look like an answer."""
+    vllm = record("vllm")
+    vllm.counters, vllm.metrics = {}, {"requests": PROMPTS}
+    for row in vllm.requests:
+        row |= {"verify_steps": 0, "emitted": 0, "acceptance": {}}
+    with pytest.raises(SpecbatchError, match=r"vllm reports no verifies of single requests"):
+        compared(record("specbatch"), vllm)
 
 
 def test_other_drafters_are_refused() -> None:

@@ -30,6 +30,7 @@ def test_curve_counts_all_runs_together(tmp_path: Path) -> None:
     assert curve.name == "smollm2-135m, ngram, random"
     assert curve.runs == [str(tmp_path / "v1/c4/r1"), str(tmp_path / "v2/c9/r2")]
     assert curve_of([tmp_path / "v1", tmp_path / "v2"]) == curve
+    assert curve_of([tmp_path, tmp_path / "v1"]) == curve, "each run counts once"
 
 
 @pytest.mark.parametrize("file", ["curve.json", "curve.yaml"])
