@@ -98,8 +98,8 @@ class ServerOptions:
     )
     quantized: bool = setting(
         False,
-        "The server quantizes the --weights to fewer bits than 16: the referee allows for that. For files that are "
-        "quantized, and for llama.cpp's server, it allows for quantized activations without.",
+        "The server quantizes the --weights to fewer bits than 16: the referee allows for that. Quantized activations "
+        "of a server with quantized files it allows for in any case.",
     )
     probes: tuple[str, ...] = setting(
         PROBES, "Settings to probe: all, none, or some of them, such as temperature,stop.", parse=probes_of
