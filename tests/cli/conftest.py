@@ -1,4 +1,4 @@
-"""A stub engine that answers at once, to test the commands without a model."""
+"""A stub engine that answers at once, to test the commands without a model, and a tiny model behind a server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count, islice, repeat
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -20,6 +20,11 @@ from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
+
+if TYPE_CHECKING:
+    from engine_server import EngineServer
+
+    from specbatch.engine.engine import Engine
 
 TINY_SWEEP = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
 SMALL_SWEEP = ("--device", "cpu", "--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 12)
@@ -286,3 +291,25 @@ def plots() -> None:
 def undrawn(request: pytest.FixtureRequest) -> None:
     if "plots" not in request.fixturenames:
         request.getfixturevalue("no_report")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Engine]]:
+    """The folder of a tiny model, and an engine that has it."""
+    from checkpoints import TINY, write_folder
+
+    from specbatch.engine.engine import Engine
+
+    folder = write_folder(tmp_path_factory.mktemp("model") / "tiny", TINY | {"max_position_embeddings": 512})
+    with Engine(EngineConfig(model=str(folder), device="cpu", max_model_len=512)) as engine:
+        yield folder, engine
+
+
+@pytest.fixture
+def server(tiny: tuple[Path, Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineServer:
+    """The tiny model behind OpenAI's API, and an empty working folder."""
+    from engine_server import EngineServer
+
+    monkeypatch.setattr("specbatch.evals.server_lm.PAUSE_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    return EngineServer(tiny[1])

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import TINY, write_folder
+from called import call
 from engine_server import EngineServer, serving_engine
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from specbatch.cli.app import app
-from specbatch.config.engine_config import EngineConfig
 from specbatch.engine.engine import Engine
 
 LIMIT = 4
 TASK = ("one_digit_sums", "--num-fewshot", 1, "--limit", LIMIT, "--max-new-tokens", 8)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Engine]]:
-    folder = write_folder(tmp_path_factory.mktemp("model") / "tiny", TINY | {"max_position_embeddings": 512})
-    with Engine(EngineConfig(model=str(folder), device="cpu", max_model_len=512)) as engine:
-        yield folder, engine
-
-
-@pytest.fixture
-def server(tiny: tuple[Path, Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> EngineServer:
-    monkeypatch.setattr("specbatch.evals.server_lm.PAUSE_S", 0.0)
-    monkeypatch.chdir(tmp_path)
-    return EngineServer(tiny[1])
 
 
 def grid(*tables: str) -> str:
@@ -48,11 +31,7 @@ OURS = '[baseline]\nspec = "off"'
 
 def evaluate(tiny: tuple[Path, Engine], *words: object, exit_code: int = 0) -> Result:
     ours = ("--model", tiny[0], "--device", "cpu", "--configs", "grid.toml", "--out", "out")
-    result = CliRunner().invoke(app, [str(word) for word in ("eval", *TASK, *ours, *words)], env={"COLUMNS": "1000"})
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == exit_code, result.output
-    return result
+    return call("eval", *TASK, *ours, *words, exit_code=exit_code)
 
 
 def rows() -> dict[tuple[int, str], dict[str, Any]]:
