@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.core.token_constraint import Constraint
+from specbatch.core.token_constraint import Constraint, HostMasks
 
 ANY, NONE = -1, -2  # in place of tokens: before the first token of a word; one that no word has
 
@@ -25,7 +25,8 @@ class Adjustments(NamedTuple):
     prompts      int64 [B]: tokens of the prompt
     banned       int64 [B, W, L]: words whose last token is not chosen after the others; ANY before the first token of a
                  word, and throughout where there is none
-    constraint   the grammars
+    constraint   the grammars on the device
+    masks        of those on the host
     """
 
     bias_tokens: torch.Tensor | None
@@ -34,6 +35,7 @@ class Adjustments(NamedTuple):
     prompts: torch.Tensor
     banned: torch.Tensor | None = None
     constraint: Constraint | None = None
+    masks: HostMasks | None = None
 
 
 class History(NamedTuple):
@@ -57,7 +59,7 @@ def adjusted_logits(
     """Logits [B, n, V] with biases, penalties and without bad words, as float32: a small penalty would be lost in
     BF16. states: of the grammars, int64 [B, n]; where they allow bad words only, these stay."""
     adjusted = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    tokens, values, penalties, prompts, banned, constraint = adjustments
+    tokens, values, penalties, prompts, banned, constraint, masks = adjustments
     if tokens is not None and values is not None:
         shape = (*logits.shape[:2], tokens.shape[1])
         adjusted.scatter_add_(-1, tokens[:, None].expand(shape), values[:, None].expand(shape))
@@ -65,6 +67,8 @@ def adjusted_logits(
         _penalize(adjusted, penalties, prompts, history)
     if constraint is not None and states is not None:
         constraint.mask(adjusted, states)
+    if masks is not None:
+        masks.mask(adjusted)
     if banned is not None:
         with_banned = None if constraint is None else adjusted.clone()
         _ban(adjusted, banned, prompts, history)

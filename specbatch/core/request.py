@@ -17,6 +17,7 @@ from specbatch.core.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
+    from specbatch.grammar.host_matcher import HostMatcher
     from specbatch.grammar.token_automaton import TokenAutomaton
 
 __all__ = ["INCOMPLETE", "Completion", "Logprobs", "Request", "RequestMetrics", "SamplingParams"]
@@ -164,15 +165,18 @@ class Request:
         streams_text: bool = False,
         banned: tuple[tuple[int, ...], ...] = (),
         automaton: TokenAutomaton | None = None,
+        matcher: HostMatcher | None = None,
     ) -> None:
         """byte_tokens: see `Tokenizer.byte_tokens`; embeddings: see `EmbeddedPrompt`; streams_text: whether `new_text`
-        will be called; banned: the tokens of each spelling of `params.bad_words`; automaton: of `params.grammar`."""
+        will be called; banned: the tokens of each spelling of `params.bad_words`; automaton,
+        matcher: its grammar, on the device or on the host."""
         self.index = index
         self.sample = sample
         self.request_id = request_id
         self.params = params
         self.banned = banned
         self.automaton = automaton
+        self.matcher = matcher
         self.tokens = list(prompt)  # prompt and output
         self.prompt_len = len(prompt)
         self.most_tokens = len(prompt) + params.max_new_tokens  # of prompt and output
@@ -186,7 +190,10 @@ class Request:
         self.end_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else end_tokens)
         # Of its next pass. The host lags behind the device, which compares positions: masking too long has no effect.
         self.flags = SamplingFlags.of(
-            params, has_ends=bool(self.end_tokens), banned=bool(banned), constrained=automaton is not None
+            params,
+            has_ends=bool(self.end_tokens),
+            banned=bool(banned),
+            constrained=automaton is not None or matcher is not None,
         )
         has_text = params.stop or streams_text
         self._text = OutputText(decode, params.stop, params.reasoning, byte_tokens) if has_text else None

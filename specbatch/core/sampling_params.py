@@ -185,17 +185,6 @@ class SamplingParams:
         if self.top_logprobs:
             object.__setattr__(self, "logprobs", True)
 
-    @property
-    def grammar(self) -> tuple[str, str] | None:
-        """The parameter that constrains the answer, and the regular expression that it must match."""
-        if self.regex is not None:
-            return "regex", self.regex
-        if self.json_schema is None:
-            return None
-        from specbatch.grammar.json_schema import regex_of_schema
-
-        return "json_schema", regex_of_schema(self.json_schema)
-
     def _check_grammar(self) -> None:
         if self.regex is None and self.json_schema is None:
             return
@@ -203,15 +192,16 @@ class SamplingParams:
             raise refuse("regex", self.regex, "there is a json_schema as well; use one of them")
         if self.ignore_eos:
             raise refuse("ignore_eos", True, "an end token ends what matches regex or json_schema; leave it out")
-        from specbatch.grammar.limits import READING_S, RegexError, limited
+        from specbatch.grammar.limits import RegexError
         from specbatch.grammar.regex_parser import checked_regex
+        from specbatch.grammar.schema_engine import check_schema
 
         name, value = ("json_schema", self.json_schema) if self.regex is None else ("regex", self.regex)
         try:
-            with limited(READING_S):
-                found = self.grammar
-                if found is not None:
-                    checked_regex(found[1])
+            if self.regex is None:
+                check_schema(value)
+            else:
+                checked_regex(value)
         except RegexError as error:
             raise refuse(name, value, str(error)) from None
 

@@ -1,4 +1,7 @@
-"""Grammars on the device: the state of each row of a verify and of each draft, and the tokens that may follow it.
+"""Grammars of requests: the tokens that may follow each row of a verify and each draft.
+
+Most grammars are automata on the device, which has the state of each row (`Constraint`). Others are matched on the host,
+which sends masks (`HostMasks`, see `grammar.host_matcher`).
 
 The state of a request advances by the tokens that it accepts, and that of a row by the drafts before it, as if they had
 been generated. A draft that the grammar does not allow is therefore never accepted. Drafters know the states, too, and
@@ -16,6 +19,25 @@ from specbatch.kernels.sampling.grammar_mask import grammar_mask, grammar_step
 # The logit of a draft that is not allowed: below all others, and finite, also in FP16. A draft vocabulary may have no
 # token that is allowed; its distribution then is one nevertheless, and whatever is drafted is rejected.
 NEVER = -60_000.0
+
+
+class HostMasks(NamedTuple):
+    """Tokens that may follow the rows of H of the requests of a pass, as the host knows them.
+
+    requests  int64 [H]: their places in the pass
+    bits      int32 [H, n, ceil(V / 32)]: bit t % 32 of word t // 32 is set if token t may follow
+    """
+
+    requests: torch.Tensor
+    bits: torch.Tensor
+
+    def mask(self, logits: torch.Tensor) -> None:
+        """Set logits [B, n, V] of other tokens to -inf. Requests with fewer rows have the first ones."""
+        token = torch.arange(logits.shape[2], device=logits.device)
+        word, bit = token >> 5, (token & 31).int()
+        for row in range(self.bits.shape[1]):
+            is_out = (self.bits[:, row, word] >> bit & 1) == 0
+            logits[self.requests, row] = logits[self.requests, row].masked_fill_(is_out, -torch.inf)
 
 
 class Constraint(NamedTuple):

@@ -13,7 +13,7 @@ from specbatch.algorithms import causes_of_low_acceptance
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.engine.device.device_worker import DeferredInterrupts
+from specbatch.engine.device.deferred_interrupts import DeferredInterrupts
 from specbatch.engine.interface import Events, InferenceEngine
 from specbatch.engine.ranks.ranks import EngineRanks
 from specbatch.engine.record_window import RecordWindow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -30,15 +31,23 @@ class TooManyStatesError(RegexError):
         super().__init__(f"its automaton has more than {MOST_STATES} states: repeat less, or match less in between")
 
 
+class TooMuchWorkError(RegexError):
+    """A grammar takes more steps than it may."""
+
+
 class _Clock:
     """CPU time of this thread: a busy machine and other threads do not count."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, steps: float) -> None:
         self.seconds = seconds
         self._end = time.thread_time() + seconds
         self._steps = 0
+        self._left = steps
 
     def spend(self, steps: int) -> None:
+        self._left -= steps
+        if self._left < 0:
+            raise TooMuchWorkError("it takes too much work")
         self._steps += steps
         if self._steps >= _LITTLE:
             self._steps = 0
@@ -53,13 +62,13 @@ _clock: ContextVar[_Clock | None] = ContextVar("clock", default=None)
 
 
 @contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """A grammar whose work within takes more CPU time is refused with a RegexError. Within another limit, that one
-    holds."""
+def limited(seconds: float, steps: float = math.inf) -> Iterator[None]:
+    """A grammar whose work within takes more CPU time, or more steps (see `spend`), is refused with a RegexError. Within
+    another limit, that one holds."""
     if _clock.get() is not None:
         yield
         return
-    token = _clock.set(_Clock(seconds))
+    token = _clock.set(_Clock(seconds, steps))
     try:
         yield
     finally:

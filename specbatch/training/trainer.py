@@ -15,7 +15,7 @@ import torch
 
 from specbatch.algorithms import ALGORITHMS
 from specbatch.core.async_copy import AsyncCopy
-from specbatch.engine.device.device_worker import DeferredInterrupts
+from specbatch.engine.device.deferred_interrupts import DeferredInterrupts
 from specbatch.errors import refuse
 from specbatch.progress.bars import Report
 from specbatch.training.data import Batch, Example, endless, groups

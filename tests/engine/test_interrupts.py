@@ -16,7 +16,7 @@ from watched_calls import Watch
 from specbatch import Engine, SamplingParams, Speculation
 from specbatch.config.engine_config import Graphs
 from specbatch.core.async_copy import AsyncCopy
-from specbatch.engine.device.device_worker import DeferredInterrupts
+from specbatch.engine.device.deferred_interrupts import DeferredInterrupts
 from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.memory.page_pool import PagePool

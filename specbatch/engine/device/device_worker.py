@@ -7,12 +7,9 @@ engine.
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable
 from functools import partial, wraps
 from itertools import chain
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
@@ -23,6 +20,8 @@ from specbatch.core.device_batch import Admission, DeviceBatch
 from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.corpus import Answer, Corpus
+from specbatch.engine.device.deferred_interrupts import DeferredInterrupts
+from specbatch.engine.device.host_masks import Drafts, MaskUpload, StepInParts
 from specbatch.engine.device.prefill import Prefilled, PrefillStep, PrefillWork
 from specbatch.engine.device.score_step import ScoreStep, ScoreWork
 from specbatch.engine.device.step import DecodeStep
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Handler = Callable[[int, FrameType | None], Any]
 CALLS: list[str] = []  # the methods that launch work. Call them in `torch.inference_mode()`
 
 
@@ -109,36 +107,6 @@ def launches(method: Callable[Concatenate[DeviceWorker, P], T]) -> Callable[Conc
     return cast("Callable[Concatenate[DeviceWorker, P], T]", call)
 
 
-class DeferredInterrupts:
-    """Within this context, Ctrl-C and SIGTERM are noted and take effect at the end. Blocking signals would not do:
-    another thread would receive them, and Python runs their handlers in the main thread all the same."""
-
-    def __init__(self, *, once: bool = False) -> None:
-        """once: a second one takes effect at once, for work that may take long."""
-        self._once = once
-
-    def __enter__(self) -> None:
-        self._noted: int | None = None
-        self._handlers: dict[int, Handler] = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
-                if callable(handler):
-                    self._handlers[number] = handler
-                    signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._once and self._noted is not None:
-            self._handlers[number](number, frame)
-        self._noted = number
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        if self._noted is not None:
-            self._handlers[self._noted](self._noted, None)
-
-
 class DeviceWorker:
     """Owns the batch, the models' steps and their CUDA graphs. Results are device tensors; nothing waits."""
 
@@ -184,6 +152,7 @@ class DeviceWorker:
         self.token_check = token_check
         self.corpus = corpus
         self._shares = False  # whether requests of the next steps share prefixes
+        self._parts = StepInParts(decode_step)
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
@@ -245,6 +214,29 @@ class DeviceWorker:
         else:
             self.decode_counters.fall_back("off")
             result = self._run(upload(slots, self.batch.device), flags, num_drafts, drafting, self._shares, bound)
+        if self.token_check is not None:
+            self.token_check.step()
+        return result
+
+    @launches
+    def propose(self, slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int) -> Drafts:
+        """Begin a decode step that waits for masks of grammars on the host: draft. `verify` and `accept` follow."""
+        self.decode_counters.fall_back("off" if self.graphs is None else "grammar on the host")
+        with use_fp8_activations(self._fp8):
+            step = self._input(upload(slots, self.batch.device), flags, num_drafts, self._shares, bound)
+            return self._parts.propose(step)
+
+    @launches
+    def verify(self) -> None:
+        """Run the target over what `propose` has drafted, which needs no mask."""
+        with use_fp8_activations(self._fp8):
+            self._parts.verify()
+
+    @launches
+    def accept(self, masks: MaskUpload) -> Result:
+        """End the step: accept drafts and choose tokens as `masks` allow."""
+        with use_fp8_activations(self._fp8):
+            result = self._parts.accept(masks)
         if self.token_check is not None:
             self.token_check.step()
         return result

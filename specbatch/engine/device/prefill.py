@@ -14,6 +14,7 @@ from specbatch.core.logit_adjustments import History, adjusted_logits
 from specbatch.core.sampling import SamplingFlags
 from specbatch.drafters.base import Drafter
 from specbatch.engine.device.acceptance import are_finite, with_logprobs
+from specbatch.engine.device.host_masks import MaskUpload, with_masks
 from specbatch.engine.device.score_step import target_logprobs
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
@@ -34,6 +35,7 @@ class PrefillWork:
     flags   of the requests whose prompts are complete
     scored  (token of the pass, the token after it), ascending: prompt tokens whose log-probabilities are asked for
     drafts  whether the drafter runs, too; else it catches up before it drafts for these requests
+    masks   of requests with a grammar on the host, whose prompts are complete; None if there are none
     """
 
     chunks: list[PromptChunk]
@@ -43,6 +45,7 @@ class PrefillWork:
     flags: SamplingFlags = field(default_factory=SamplingFlags)
     scored: list[tuple[int, int]] = field(default_factory=list)
     drafts: bool = True
+    masks: MaskUpload | None = None
 
 
 class Prefilled(NamedTuple):
@@ -85,7 +88,9 @@ class PrefillStep:
         """Compute the chunks. The first tokens of complete prompts are in the batch already."""
         for states in self.states:
             states.load(work.loads)
-        result = self._run(work.chunks, work.ending, work.flags, work.scored, drafts=work.drafts)
+        result = self._run(
+            work.chunks, work.ending, work.flags, work.scored, drafts=work.drafts, masks=work.masks
+        )
         for states in self.states:
             states.save(work.saves)
         return result
@@ -120,6 +125,7 @@ class PrefillStep:
         scored: Sequence[tuple[int, int]] = (),
         *,
         drafts: bool = True,
+        masks: MaskUpload | None = None,
     ) -> Prefilled:
         batch = self.batch
         metadata = PrefillMetadata(batch.page_table, chunks, self.page_size, batch.tokens)
@@ -132,7 +138,7 @@ class PrefillStep:
         _, lengths, slots, _ = metadata.spans.table[:, :-1]
         batch.lengths[slots] = lengths
         hidden = features.last[upload(read, batch.device)] if self.needs_all_hidden else features.last
-        first = self._sample(hidden[: len(ending)], chunks, ending, metadata, flags) if ending else None
+        first = self._sample(hidden[: len(ending)], chunks, ending, metadata, flags, masks) if ending else None
         if not scored:
             return Prefilled(first)
         targets = [(row, token) for row, (_, token) in enumerate(scored)]
@@ -146,12 +152,13 @@ class PrefillStep:
         ending: list[int],
         metadata: PrefillMetadata,
         flags: SamplingFlags,
+        masks: MaskUpload | None,
     ) -> Result:
         """The first tokens of complete prompts from their last hidden states [B, H]. ending: the indices of their
         chunks."""
         batch = self.batch
         _, lengths, slots, _ = metadata.spans.table[:, upload(ending, batch.device)]
-        sampling = batch.sampling(slots, flags)
+        sampling = with_masks(batch.sampling(slots, flags), masks)
         logits = self.model.logits(hidden)[:, None]
         if self.on_logits is not None:
             self.on_logits(logits[:, 0])

@@ -53,8 +53,16 @@ class DecodeStep:
 
     def __call__(self, step: StepInput) -> Result:
         """Returns `Accepted.packed` and what `step.sampling.flags` ask for."""
+        step = self.begin(step)
         proposal = self.propose(step)
-        verified = self.verify(step, proposal)
+        return self.end(step, proposal, self.verify(step, proposal))
+
+    def begin(self, step: StepInput) -> StepInput:
+        """The step as drafter and target see it."""
+        return step
+
+    def end(self, step: StepInput, proposal: Proposal, verified: Verified) -> Result:
+        """Accept and commit."""
         accepted = self.accept(step, proposal, verified)
         self.commit(step, proposal, verified, accepted)
         return _result(step, verified, accepted)

@@ -40,7 +40,6 @@ from specbatch.engine.device.acceptance import Accepted
 from specbatch.engine.device.step import DecodeStep, Verified
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.sampling.verify_budget import LEVELS, learn, spend
-from specbatch.runtime.cuda_graphs import Result
 
 _SLOT_SEED = 0x2545F4914F6CDD1D  # odd: seeds of different slots differ
 
@@ -99,8 +98,8 @@ class BudgetedStep(DecodeStep):
 
     budget: VerifyBudget = field(kw_only=True)
 
-    def __call__(self, step: StepInput) -> Result:
-        return super().__call__(self.budget.begin(step))
+    def begin(self, step: StepInput) -> StepInput:
+        return self.budget.begin(step)
 
     def propose(self, step: StepInput) -> Proposal:
         return self.budget.spend(step, super().propose(step))

@@ -13,6 +13,8 @@ from specbatch.core.request import Completion, Request
 from specbatch.engine.requests.prompt_reader import PromptReader
 from specbatch.engine.requests.submissions import Submission
 from specbatch.engine.schedule.scheduler import Scheduler
+from specbatch.grammar.host_matcher import HostGrammar
+from specbatch.grammar.token_automaton import TokenAutomaton
 from specbatch.text.tokenizer import Tokenizer
 
 Detail = Literal["completions", "tokens", "text"]  # what a stream yields: completions only, tokens, tokens with text
@@ -94,6 +96,7 @@ class OpenRequests:
         self._aborted.clear()
 
     def submit(self, item: Submission, arrived: float) -> None:
+        grammar = self._prompts.grammar(item.params)
         request = Request(
             item.index,
             list(item.prompt.token_ids),
@@ -107,7 +110,8 @@ class OpenRequests:
             request_id=item.request_id,
             streams_text=self._detail == "text",
             banned=self._prompts.banned(item.params.bad_words),
-            automaton=self._prompts.automaton(item.params),
+            automaton=grammar if isinstance(grammar, TokenAutomaton) else None,
+            matcher=grammar.matcher() if isinstance(grammar, HostGrammar) else None,
         )
         self._active[item.index, item.sample] = request
         self._scheduler.add(request)

@@ -17,7 +17,7 @@ from specbatch.engine.schedule.draft_length import Choice, DraftLength, Requests
 from specbatch.engine.schedule.plans import ScheduledChunk, ScheduledRequest
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.schedule.smaller_batch import Launch
-from specbatch.engine.schedule.worker_calls import admission, prefill_work, scored
+from specbatch.engine.schedule.worker_calls import admission, host_masks, prefill_work, scored
 from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
@@ -38,6 +38,7 @@ class Launched:
     passes      the same of the prefill passes before it
     host_s      host time spent launching it
     choice      what a decode step drafts
+    in_parts    a decode step that waited for masks of grammars on the host: its time says nothing of others
     """
 
     requests: Sequence[ScheduledRequest]
@@ -47,6 +48,7 @@ class Launched:
     passes: Sequence[StepTimer] = ()
     host_s: float = 0.0
     choice: Choice = field(default=Choice(0))
+    in_parts: bool = False
     scored: Sequence[tuple[ScheduledChunk, int]] = ()
     scores: AsyncCopy | None = None
 
@@ -160,6 +162,9 @@ class Runner:
             self._worker.add_pages(plan.new_pages)
         flags = SamplingFlags.union(item.request.flags for item in plan.requests)
         choice = self._draft_length.choose(len(plan.requests), lambda: self._describe(plan.requests))
+        in_parts = self.scheduler.matched_on_host > 0 and any(item.request.matcher for item in plan.requests)
+        if in_parts and choice.members is not None:
+            choice = Choice(0)  # only whole steps run in parts
         requests, drafting = _drafting_first(plan.requests, choice)
         slots = [item.slot for item in requests]
         self._share_prefixes(slots, choice.num_drafts)
@@ -168,7 +173,10 @@ class Runner:
         begun = time.perf_counter()
         timer, late = StepTimer.begin(self._worker.batch.device), self._worker.decode_counters.recorded_late
         is_split = 0 < drafting < len(requests)
-        result = self._worker.decode(slots, flags, choice.num_drafts, plan.bound, drafting if is_split else None)
+        if in_parts:
+            result = self._decode_with_masks(requests, slots, flags, choice.num_drafts, plan.bound)
+        else:
+            result = self._worker.decode(slots, flags, choice.num_drafts, plan.bound, drafting if is_split else None)
         if self._worker.decode_counters.recorded_late > late:
             timer = None  # it would show the time of recording
         if timer is not None:
@@ -182,13 +190,28 @@ class Runner:
             self.counters.add_draft_length(
                 self._draft_length.bucket(len(slots)), cached, choice.num_drafts, drafting if is_split else None
             )
-            if timer is None and self._stream is None:  # a CPU is done
+            if timer is None and self._stream is None and not in_parts:  # a CPU is done
                 self._draft_length.took(choice, self._launched_at - begun)
         host_s = self._launched_at - start
         self.counters.iterations += 1
         self.counters.iteration_rows += len(requests)
         self.counters.iteration_s += host_s
-        return Launched(requests, copy, first=False, timer=timer, passes=passes, host_s=host_s, choice=choice)
+        return Launched(
+            requests, copy, first=False, timer=timer, passes=passes, host_s=host_s, choice=choice, in_parts=in_parts
+        )
+
+    def _decode_with_masks(
+        self, requests: Sequence[ScheduledRequest], slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int
+    ) -> Result:
+        """A decode step that waits for its drafts: grammars on the host tell which tokens may follow them."""
+        drafts = self._worker.propose(slots, flags, num_drafts, bound)
+        copy = AsyncCopy(*(item for item in drafts if item is not None), stream=self._stream)
+        self._worker.verify()
+        tokens, drafted, *ancestors = copy.wait()
+        kept = [row[:count] for row, count in zip(tokens, drafted, strict=True)]
+        masks = host_masks(requests, kept, ancestors[0] if ancestors else None)
+        assert masks is not None
+        return self._worker.accept(masks)
 
     def handle(self, launched: Launched, *, overlapped: bool = False) -> None:
         """Wait for a result and book it. `overlapped`: another decode step is launched already."""
@@ -311,7 +334,7 @@ class Runner:
             counters.add_pass(*one.seconds())
         step = counters.add_device_step(*launched.timer.seconds(), follows=follows)
         counters.add_step(rows, step)
-        if self._draft_length.is_auto:
+        if self._draft_length.is_auto and not launched.in_parts:
             self._draft_length.took(launched.choice, step)
 
     def _book(self, request: Request, values: list[int], logprobs: Logprobs | None, first: bool, now: float) -> int:
@@ -325,15 +348,14 @@ class Runner:
         self.scheduler.receive(request, None if first else accepted)
         if not finite and self.scheduler.retry_without_shared(request):
             return 0
+        if request.matcher is not None and request.matcher.error:
+            return self._fail(request, f"llguidance cannot go on with its grammar: {request.matcher.error}")
         if not finite:
-            request.finish_reason = "error"
-            request.error = (
+            return self._fail(
+                request,
                 f"its logits are not finite after token {len(request.tokens)}: the weights are damaged or overflow in "
-                "this dtype; try dtype='float32' or 'bfloat16'"
+                "this dtype; try dtype='float32' or 'bfloat16'",
             )
-            self.scheduler.fail(request)
-            self._on_tokens(request, [])
-            return 0
         kept = request.append(tokens[: accepted + 1], now, logprobs if request.params.logprobs else None)
         if not first:
             request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus, has_budget=self._has_budget)
@@ -341,6 +363,13 @@ class Runner:
             self.scheduler.finish(request)
         self._on_tokens(request, tokens[:kept])
         return kept
+
+    def _fail(self, request: Request, reason: str) -> int:
+        request.finish_reason = "error"
+        request.error = reason
+        self.scheduler.fail(request)
+        self._on_tokens(request, [])
+        return 0
 
     def _add_to_corpus(self, finished: list[Request]) -> None:
         corpus = self._worker.corpus

@@ -66,6 +66,7 @@ class Scheduler:
         self._uncached_tail = uncached_tail
         self._window = window
         self.grammars = GrammarPool()
+        self.matched_on_host = 0  # requests that hold a slot and have a grammar on the host
         self.free_slots = list(range(max_running, 0, -1))
         self._waiting: deque[Request] = deque()
         # Admitted requests, each as it stands in every launch until it gives its slot back.
@@ -147,6 +148,7 @@ class Scheduler:
         self.draft_kv.admitted(request)
         request.most_pages = self._pages_for(reserved_length(request.most_tokens, self.kv_slots_per_step))
         request.slot = self.free_slots.pop()
+        self.matched_on_host += request.matcher is not None
         request.prefilled = len(shared) * self._page_size
         request.branch = found.branch
         if request.params.n > 1:  # the other samples start from a state after the full pages
@@ -370,6 +372,7 @@ class Scheduler:
             self._sharing.remove(request.slot)
         self.free_slots.append(request.slot)
         request.slot = None
+        self.matched_on_host -= request.matcher is not None
         if request.automaton is not None:
             self.grammars.decref(request.automaton)
         (self._running if request in self._running else self._prefilling).pop(request)

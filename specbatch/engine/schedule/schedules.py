@@ -48,7 +48,8 @@ class Overlapped:
 
     If the result in flight is expected to end all requests, it is handled first: the next step would compute nothing
     that is needed, and the prompts of waiting requests would run after it. A wrong expectation costs a wait, and
-    changes no token.
+    changes no token. While a request has a grammar on the host, which needs its tokens, all results are handled first,
+    as in v1.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -63,9 +64,13 @@ class Overlapped:
         if first is not None and first.ready():
             runner.handle(first)
             first = None
-        if previous is not None and runner.scheduler.expects_all_to_end():
+        waits = runner.scheduler.matched_on_host > 0
+        if previous is not None and (waits or runner.scheduler.expects_all_to_end()):
             runner.handle(previous)
             previous = None
+        if first is not None and waits:
+            runner.handle(first)
+            first = None
         try:
             self._in_flight = runner.decode(may_retract=previous is None)
         except OutOfPagesError:
