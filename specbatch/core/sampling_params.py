@@ -194,12 +194,12 @@ class SamplingParams:
             raise refuse("ignore_eos", True, "an end token ends what matches regex or json_schema; leave it out")
         from specbatch.grammar.limits import RegexError
         from specbatch.grammar.regex_parser import checked_regex
-        from specbatch.grammar.schema_engine import check_schema
+        from specbatch.grammar.schema_engine import checked_schema
 
         name, value = ("json_schema", self.json_schema) if self.regex is None else ("regex", self.regex)
         try:
             if self.regex is None:
-                check_schema(value)
+                checked_schema(value)
             else:
                 checked_regex(value)
         except RegexError as error:

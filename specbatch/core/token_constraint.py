@@ -1,7 +1,7 @@
 """Grammars of requests: the tokens that may follow each row of a verify and each draft.
 
-Most grammars are automata on the device, which has the state of each row (`Constraint`). Others are matched on the host,
-which sends masks (`HostMasks`, see `grammar.host_matcher`).
+Most grammars are automata on the device, which has the state of each row (`Constraint`). Others are matched on the
+host, which sends masks (`HostMasks`, see `grammar.host_matcher`).
 
 The state of a request advances by the tokens that it accepts, and that of a row by the drafts before it, as if they had
 been generated. A draft that the grammar does not allow is therefore never accepted. Drafters know the states, too, and

@@ -1,18 +1,14 @@
-"""Prepares JSON schemas for llguidance.
-
-Raises RegexError with one line where it cannot compile one.
-"""
+"""Grammars of llguidance for JSON schemas."""
 
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from typing import Any
 
 from llguidance import LLMatcher
 
-from specbatch.files.text_files import UnreadableError, parse_json
-from specbatch.grammar.json_values import SchemaError
-from specbatch.grammar.limits import remembered
+from specbatch.grammar.schema_rewrite import SchemaError
 
 # One space at most, as the automata allow: a model that may write any number of them can go on forever.
 _OPTIONS: Any = {"whitespace_pattern": "[ ]?", "coerce_one_of": False, "lenient": False}
@@ -20,19 +16,15 @@ _OPTIONS: Any = {"whitespace_pattern": "[ ]?", "coerce_one_of": False, "lenient"
 _LARK = '%%llguidance {"no_forcing": true}\nstart: %%json %s'
 
 
-@remembered(SchemaError)
-def host_grammar(text: str) -> str:
-    """The grammar of llguidance for a schema, given as JSON. Raises SchemaError."""
-    try:
-        schema = parse_json(text, unique=True)
-    except UnreadableError as error:
-        raise SchemaError(f"{error}; write a JSON schema") from None
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise SchemaError(f"it is {json.dumps(schema):.20}; write an object")
-    grammar = LLMatcher.grammar_from_lark(_LARK % json.dumps(schema | {"x-guidance": _OPTIONS}))
+def host_grammar(root: Any) -> str:
+    """The grammar for a schema as `schema_rewrite` leaves it. Raises SchemaError if llguidance cannot compile it."""
+    root = {} if root is True else root
+    if root is False:
+        raise SchemaError("it accepts nothing")
+    grammar = LLMatcher.grammar_from_lark(_LARK % json.dumps(root | {"x-guidance": _OPTIONS}))
     is_wrong, reasons = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_wrong:
-        raise SchemaError(" ".join(reasons[0].split()))
+        # Its place in the grammar, the reason, and the grammar.
+        reason = reasons[0].partition("\n1 | ")[0].removeprefix("at 2(8): failed to compile JSON schema: ")
+        raise SchemaError(f"llguidance {version('llguidance')} cannot compile it: {' '.join(reason.split())}")
     return grammar

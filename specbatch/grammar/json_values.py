@@ -16,6 +16,7 @@ from specbatch.grammar.number_ranges import DIGITS, INTEGER, LARGEST_EXCLUSIVE, 
 from specbatch.grammar.regex import compile_regex
 from specbatch.grammar.regex_parser import match_lengths, without_anchors
 from specbatch.grammar.schema_overlap import KINDS
+from specbatch.grammar.schema_rewrite import SchemaError
 
 KEYWORDS = {
     "string": {"minLength", "maxLength", "pattern", "format"},
@@ -25,10 +26,6 @@ KEYWORDS = {
     "null": set(),
     "array": {"items", "prefixItems", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
-}
-INSTEAD = {
-    "uniqueItems": "leave it out, or use prefixItems",
-    "multipleOf": "leave it out, or use enum",
 }
 _CHARACTER = r'(?:[^"\\\x00-\x1f\x7f-\x9f]|\\["\\/bfnrt])'
 _FRACTION = r"(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?"
@@ -57,21 +54,10 @@ _UNSAFE = [*range(0x20), ord('"'), ord("\\")]  # bytes that a string of JSON doe
 TYPES: dict[str, Any] = KINDS | {"integer": int, "number": (int, float)}
 
 
-class SchemaError(RegexError):
-    """Why a schema cannot be translated; names the place in it."""
-
-
-class NoValueError(SchemaError):
-    """A schema accepts no value. As one of several alternatives it is left out."""
-
-
 def only(place: str, keys: Collection[str], known: set[str]) -> None:
     """Refuse keywords that are not known here."""
-    if unknown := sorted(set(keys) - known, key=lambda name: (name not in INSTEAD, name)):
-        advice = INSTEAD.get(unknown[0]) or (
-            f"here are supported: {', '.join(sorted(known))}" if known != {"type"} else "add a type"
-        )
-        raise SchemaError(f"{place}/{unknown[0]} is not supported; {advice}")
+    if unknown := sorted(set(keys) - known):
+        raise SchemaError(f"{place}/{unknown[0]} has no expression here")
 
 
 def list_of(schema: Mapping[str, Any], name: str, place: str) -> list[Any]:
@@ -185,7 +171,7 @@ def integer(schema: Mapping[str, Any], place: str) -> str:
         else:
             most = min(most, math.ceil(value) - 1 if name == "exclusiveMaximum" else math.floor(value))
     if least > most:
-        raise NoValueError(f"{place}: no integer is within its minimum and maximum")
+        raise SchemaError(f"{place}: no integer is within its minimum and maximum")
     return integers(least, most)
 
 
@@ -204,5 +190,5 @@ def number(schema: Mapping[str, Any], place: str) -> str:
         (lower if "inimum" in name else upper).append(Bound(exact, is_open))
     found = decimals(max(lower, default=None), min(upper, key=lambda one: (one.value, not one.is_open), default=None))
     if found is None:
-        raise NoValueError(f"{place}: no number is within its minimum and maximum")
+        raise SchemaError(f"{place}: no number is within its minimum and maximum")
     return found

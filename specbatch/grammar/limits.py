@@ -63,8 +63,8 @@ _clock: ContextVar[_Clock | None] = ContextVar("clock", default=None)
 
 @contextmanager
 def limited(seconds: float, steps: float = math.inf) -> Iterator[None]:
-    """A grammar whose work within takes more CPU time, or more steps (see `spend`), is refused with a RegexError. Within
-    another limit, that one holds."""
+    """A grammar whose work within takes more CPU time, or more steps (see `spend`), is refused with a RegexError.
+    Within another limit, that one holds."""
     if _clock.get() is not None:
         yield
         return

@@ -36,6 +36,7 @@ from specbatch.sweeps.microbench import (
     host_step,
     http_client,
     job_memory,
+    maskbench,
     moe,
     prefill,
     prefill_kernels,
@@ -104,7 +105,7 @@ for kernels in (
 for alone in (all_reduce, equal_rows, prefill_kernels, step_kernels):
     _add(alone, needs_cuda=True)
 _add(cpu_gemm, needs_cuda=False, inference=True)
-for engines in (acceptance, cache_accuracy, cpu_decode, cpu_llama, host_step, http_client, job_memory):
+for engines in (acceptance, cache_accuracy, cpu_decode, cpu_llama, host_step, http_client, job_memory, maskbench):
     _add(engines, needs_cuda=False)
 app.command("state-sizes", help=state_sizes.__doc__)(state_sizes.main)
 

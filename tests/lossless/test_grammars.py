@@ -16,6 +16,7 @@ from watched_calls import Watch
 from specbatch import Completion, SamplingParams
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.engine.device.step import DecodeStep
+from specbatch.engine.requests.prompt_reader import PromptReader
 
 # Letters are @ to d; B is the end token, and most tokens are followed by the next of their four.
 _HOW: tuple[dict[str, Any], ...] = (
@@ -46,10 +47,13 @@ def _cases() -> list[Any]:
     ]
 
 
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("case", _cases())
 def test_tokens_are_those_of_one_at_a_time(
-    targets: Targets, watch: Watch, monkeypatch: pytest.MonkeyPatch, case: Case
+    targets: Targets, watch: Watch, monkeypatch: pytest.MonkeyPatch, case: Case, on_host: bool
 ) -> None:
+    if on_host:
+        match_on_host(monkeypatch)
     fake_graphs(monkeypatch)
     if case.schedule == "v2-late":
         late_results(monkeypatch)
@@ -68,12 +72,25 @@ def test_tokens_are_those_of_one_at_a_time(
         _check_match(one, params)
     if case.drafter != "none":
         assert engine.record().metrics["drafted_tokens"]
-        check_drafts(case, proposals, done)
+        if not on_host:
+            check_drafts(case, proposals, done)
     sampled = engine.generate(prompts, SAMPLED)
     for one, params in zip(sampled, SAMPLED, strict=True):
         _check_match(one, params)
     if case.keeps_seeds:
         assert [one.token_ids for one in sampled] == _sampled(targets, case.target)
+
+
+def match_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have llguidance match regular expressions. Every other one, so that batches have both."""
+
+    def compiled(reader: PromptReader, regex: str) -> Any:
+        if len(regex) % 2:
+            return on_device(reader, regex)
+        return reader._host_vocabulary.compile(f'%llguidance {{"no_forcing": true}}\nstart: /{regex}/')
+
+    on_device = PromptReader._compiled_regex
+    monkeypatch.setattr(PromptReader, "_compiled_regex", compiled)
 
 
 class Proposed(NamedTuple):

@@ -88,9 +88,7 @@ class PrefillStep:
         """Compute the chunks. The first tokens of complete prompts are in the batch already."""
         for states in self.states:
             states.load(work.loads)
-        result = self._run(
-            work.chunks, work.ending, work.flags, work.scored, drafts=work.drafts, masks=work.masks
-        )
+        result = self._run(work.chunks, work.ending, work.flags, work.scored, drafts=work.drafts, masks=work.masks)
         for states in self.states:
             states.save(work.saves)
         return result

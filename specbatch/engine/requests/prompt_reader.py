@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import cached_property
 from typing import Any
 
 from specbatch.core.device_batch import MOST_END_TOKENS
 from specbatch.core.embedded_prompt import EmbeddedPrompt
 from specbatch.core.sampling_params import MOST_BAD_WORDS, MOST_WORD_TOKENS, SamplingParams
 from specbatch.errors import refuse
-from specbatch.grammar.host_matcher import HostGrammar, HostVocabulary
-from specbatch.grammar.host_schema import host_grammar
-from specbatch.grammar.limits import COMPILING_S, KeptTexts, RegexError, limited
-from specbatch.grammar.regex import compile_regex
-from specbatch.grammar.schema_engine import COMPILING, device_regex
-from specbatch.grammar.token_automaton import TokenAutomaton, compile_tokens
+from specbatch.grammar.compiler import Compiler, Grammar
+from specbatch.grammar.limits import RegexError
 from specbatch.memory.grammar_pool import CELLS
 from specbatch.memory.page_pool import pages_for, reserved_length
 from specbatch.models.config import ModelConfig
@@ -25,7 +18,6 @@ from specbatch.text.tokenizer import Tokenizer, refuse_longer
 
 Prompt = str | list[int] | EmbeddedPrompt
 Message = Mapping[str, Any]
-_MOST_GRAMMARS = 64  # compiled ones that are kept
 
 
 class PromptReader:
@@ -40,10 +32,9 @@ class PromptReader:
         self._vocabulary = config.vocab_size
         self._hidden = config.hidden_size
         self._caps = caps
-        self._grammars: dict[str, TokenAutomaton | HostGrammar] = {}
-        self._refused = KeptTexts()  # why a grammar cannot be compiled, which takes as long to find
         self._spellings: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
         self.end_tokens = frozenset(token for token in tokenizer.eos_ids if token < self._vocabulary)
+        self._compiler = Compiler(tokenizer.token_bytes, self.end_tokens, self._vocabulary, CELLS)
 
     def read(self, prompt: Prompt, params: SamplingParams, index: int) -> EmbeddedPrompt:
         """The tokens of a prompt. Raises SpecbatchError, with its index, if it cannot run."""
@@ -119,48 +110,17 @@ class PromptReader:
             self._spellings[key] = tuple(word for word in found if max(word) < self._vocabulary)
         return self._spellings[key]
 
-    def grammar(self, params: SamplingParams) -> TokenAutomaton | HostGrammar | None:
+    def grammar(self, params: SamplingParams) -> Grammar | None:
         """What constrains the answer, compiled for this vocabulary. Refuses what cannot be compiled."""
         name = "regex" if params.regex is not None else "json_schema"
         if (value := getattr(params, name)) is None:
             return None
         if not self.end_tokens:
             raise refuse(name, value, f"{self._tokenizer.name} has no end token, with which an answer could end")
-        key = f"{name} {value}"
-        if (reason := self._refused.get(key)) is not None:
-            raise refuse(name, value, reason)
         try:
-            if (found := self._grammars.pop(key, None)) is None:
-                found = self._compiled_regex(value) if name == "regex" else self._compiled_schema(value)
+            return self._compiler.compile(name, value)
         except RegexError as error:
-            self._refused.put(key, str(error))
             raise refuse(name, value, str(error)) from None
-        self._grammars[key] = found  # the last used come last
-        while len(self._grammars) > _MOST_GRAMMARS:
-            del self._grammars[next(iter(self._grammars))]
-        return found
-
-    def _compiled_regex(self, regex: str) -> TokenAutomaton:
-        with limited(COMPILING_S):
-            found = compile_tokens(compile_regex(regex), self._token_bytes, self.end_tokens, self._vocabulary)
-        if found.size > CELLS:
-            raise RegexError(f"its table takes {found.size >> 19} MiB; simplify it to at most {CELLS >> 19}")
-        return found
-
-    def _compiled_schema(self, schema: str) -> TokenAutomaton | HostGrammar:
-        regex = device_regex(schema)
-        if regex is not None:
-            with suppress(RegexError), limited(math.inf, COMPILING):
-                return self._compiled_regex(regex)
-        return self._host_vocabulary.compile(host_grammar(schema))
-
-    @cached_property
-    def _token_bytes(self) -> list[bytes | None]:
-        return self._tokenizer.token_bytes()
-
-    @cached_property
-    def _host_vocabulary(self) -> HostVocabulary:
-        return HostVocabulary(self._token_bytes, self.end_tokens, self._vocabulary)
 
     def _check_end_tokens(self, params: SamplingParams) -> None:
         """Refuse end tokens that cannot be masked."""

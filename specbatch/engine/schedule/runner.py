@@ -164,7 +164,7 @@ class Runner:
         choice = self._draft_length.choose(len(plan.requests), lambda: self._describe(plan.requests))
         in_parts = self.scheduler.matched_on_host > 0 and any(item.request.matcher for item in plan.requests)
         if in_parts and choice.members is not None:
-            choice = Choice(0)  # only whole steps run in parts
+            choice = choice._replace(members=None)  # steps that run in parts have one form
         requests, drafting = _drafting_first(plan.requests, choice)
         slots = [item.slot for item in requests]
         self._share_prefixes(slots, choice.num_drafts)

@@ -1,0 +1,231 @@
+"""Rewrites JSON schemas into equal ones without keywords that no engine has.
+
+`oneOf` becomes `anyOf` where no value is accepted by two of its schemas, or each can be limited to what the others
+refuse; `not`, `if` and dependencies become alternatives. What an engine would refuse as unknown, but JSON Schema calls
+an annotation, is left out, with a note.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from specbatch.files.text_files import UnreadableError, parse_json
+from specbatch.grammar.limits import RegexError, remembered, spend
+from specbatch.grammar.regex_parser import LONGEST, NESTED
+from specbatch.grammar.schema_negation import all_schemas, any_schema, negated
+from specbatch.grammar.schema_overlap import are_disjoint
+from specbatch.grammar.schema_words import ANNOTATIONS, ASSERTIONS, FORMATS
+
+_INNER = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_MAPS = ("dependentSchemas", "patternProperties", "properties")
+_MOST_WORK = 100_000  # schemas that are followed or compared
+_MOST_UNIQUE = 4  # values of items that are unique
+
+
+class SchemaError(RegexError):
+    """Why a schema cannot be used; names the place in it."""
+
+
+class Rewritten(NamedTuple):
+    """schema: JSON; notes: what is ignored."""
+
+    schema: str
+    notes: list[str]
+
+
+def rewritten(text: str) -> Rewritten:
+    """What engines read in place of a schema, given as JSON. Raises SchemaError."""
+    return Rewritten(*json.loads(_rewritten(text)))
+
+
+@remembered(SchemaError)
+def _rewritten(text: str) -> str:
+    if len(text) > LONGEST:
+        raise SchemaError(f"it has {len(text)} characters; use at most {LONGEST}")
+    try:
+        root = parse_json(text, unique=True)
+    except UnreadableError as error:
+        raise SchemaError(f"{error}; write a JSON schema") from None
+    try:
+        rewrite = _Rewrite(root)
+        rewrite.run()
+        return json.dumps([json.dumps(rewrite.root), rewrite.notes])
+    except RecursionError:
+        raise SchemaError(NESTED) from None
+
+
+class _Rewrite:
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self._seen: dict[int, Any] = {}  # schemas by id, which are kept so that no other one gets it
+        self._ignored: dict[str, str] = {}
+        self._work = 0
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"{place}/{name} is ignored" for name, place in self._ignored.items()]
+
+    def run(self) -> None:
+        if not isinstance(self.root, bool | dict):
+            raise SchemaError("# must be an object, true or false")
+        self._visit(self.root, "#")
+
+    def _visit(self, schema: Any, place: str) -> None:
+        """Rewrite a schema and those in it, in place."""
+        self._spend(1)
+        if not isinstance(schema, dict) or id(schema) in self._seen:
+            return
+        self._seen[id(schema)] = schema
+        for name in schema.keys() - ASSERTIONS - ANNOTATIONS:
+            self._ignored.setdefault(name, place)
+        if "format" in schema and schema["format"] not in FORMATS:
+            self._ignored.setdefault(f"format {json.dumps(schema.pop('format')):.40}", place)
+        if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
+            self._visit(self._target(reference, place), reference)
+        for inner, where in _inside(schema, place):
+            self._visit(inner, where)
+        self._rewrite(schema, place)
+
+    def _rewrite(self, schema: dict[str, Any], place: str) -> None:
+        for name in ("dependencies", "dependentRequired", "dependentSchemas"):
+            if isinstance(schema.get(name), dict):
+                for key, value in schema.pop(name).items():
+                    then = {"required": value} if isinstance(value, list) else value
+                    _add(schema, {"anyOf": [{"properties": {key: False}}, then]})
+        if "if" in schema:
+            condition, then, other = schema.pop("if"), schema.pop("then", True), schema.pop("else", True)
+            if then is not True or other is not True:
+                refused = self._negated(condition, f"{place}/if")
+                _add(schema, any_schema([all_schemas([condition, then]), all_schemas([refused, other])]))
+        for name in ("then", "else"):
+            schema.pop(name, None)  # without an `if` they have no effect
+        if "not" in schema:
+            _add(schema, self._negated(schema.pop("not"), f"{place}/not"))
+        if isinstance(schema.get("oneOf"), list):
+            given = schema.pop("oneOf")
+            _add(schema, self._one_of(given, schema, place))
+        if schema.get("uniqueItems") is False:
+            del schema["uniqueItems"]
+        if schema.get("uniqueItems") is True:
+            self._unique(schema, place)
+
+    def _one_of(self, given: list[Any], beside: dict[str, Any], place: str) -> Any:
+        """What is accepted by one of the given schemas alone. beside: the schema that has them, without them."""
+        discriminator = beside.get("discriminator")
+        if isinstance(discriminator, dict) and isinstance(name := discriminator.get("propertyName"), str):
+            # OpenAPI requires it in each of them.
+            given = [{"allOf": [schema, {"required": [name]}]} for schema in given]
+        overlaps: dict[int, list[int]] = {n: [] for n in range(len(given))}
+        for (n, one), (m, other) in itertools.combinations(enumerate(given), 2):
+            if not are_disjoint([one, other, beside], lambda ref: self._target(ref, place), self._spend):
+                overlaps[n].append(m)
+                overlaps[m].append(n)
+        options = []
+        for n, schema in enumerate(given):
+            others = {m: negated(given[m], self._resolved) for m in overlaps[n]}
+            if unknown := [m for m, other in others.items() if other is None]:
+                raise SchemaError(
+                    f"{place}/oneOf: schemas {min(n, unknown[0])} and {max(n, unknown[0])} may accept the same value; "
+                    "let them differ in type, in bounds or in the const of a property that both require, or use anyOf"
+                )
+            options.append(all_schemas([schema, *others.values()]))
+        return any_schema(options)
+
+    def _negated(self, schema: Any, place: str) -> Any:
+        if (found := negated(schema, self._resolved)) is None:
+            raise SchemaError(
+                f"{place} has a schema whose opposite cannot be written; use type, required, enum or const of texts, "
+                "and bounds in it"
+            )
+        return found
+
+    def _unique(self, schema: dict[str, Any], place: str) -> None:
+        """All orders of few values; others cannot be written."""
+        items, most = self._resolved(schema.get("items", True)), schema.get("maxItems")
+        is_enum = isinstance(items, dict) and items.keys() & ASSERTIONS <= {"enum", "type"}
+        values = items.get("enum") if is_enum else None
+        if most in (0, 1):
+            del schema["uniqueItems"]
+        elif isinstance(values, list) and len(values) <= _MOST_UNIQUE and "prefixItems" not in schema:
+            del schema["uniqueItems"]
+            orders = itertools.chain.from_iterable(
+                itertools.permutations(values, count) for count in range(len(values) + 1)
+            )
+            kinds = {"type": items["type"]} if "type" in items else {}
+            _add(schema, {"anyOf": [_exactly(order, kinds) for order in orders]})
+        else:
+            raise SchemaError(
+                f"{place}/uniqueItems needs items with an enum of at most {_MOST_UNIQUE} values; leave it out"
+            )
+
+    def _resolved(self, schema: Any) -> Any:
+        """What a schema with a reference and nothing else refers to."""
+        for _ in range(_MOST_WORK):
+            if not isinstance(schema, dict) or schema.keys() & ASSERTIONS != {"$ref"}:
+                return schema
+            self._spend(1)
+            schema = self._target(schema["$ref"], "#")
+        return schema
+
+    def _target(self, reference: Any, place: str) -> Any:
+        """The place that a reference names; anything if that is not in the schema: llguidance may know it."""
+        is_inside = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
+        return target(self.root, reference, place) if is_inside else {}
+
+    def _spend(self, work: int) -> None:
+        spend(10 * work)
+        self._work += work
+        if self._work > _MOST_WORK:
+            raise SchemaError("it takes too much work; use fewer alternatives and references")
+
+
+def target(root: Any, reference: Any, place: str) -> Any:
+    """The place that a reference names, as the fragment of a URI: a JSON pointer with percent-encoded characters (RFC
+    6901, section 6)."""
+    if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+        raise SchemaError(f"{place}/$ref must refer to a place in the schema, such as #/$defs/Name")
+    found = root
+    for part in unquote(reference).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, list) and re.fullmatch("0|[1-9][0-9]{0,5}", key) and int(key) < len(found):
+            found = found[int(key)]
+        elif isinstance(found, dict) and key in found:
+            found = found[key]
+        else:
+            raise SchemaError(f"{place}/$ref refers to {reference}, which is not there")
+    return found
+
+
+def _inside(schema: dict[str, Any], place: str) -> Iterable[tuple[Any, str]]:
+    """The schemas in a schema, and their places."""
+    for name in _INNER:
+        if name in schema:
+            yield schema[name], f"{place}/{name}"
+    for name in (*_LISTS, "items"):
+        if isinstance(schema.get(name), list):
+            yield from ((inner, f"{place}/{name}/{n}") for n, inner in enumerate(schema[name]))
+    for name in (*_MAPS, "dependencies"):
+        if isinstance(schema.get(name), dict):
+            yield from ((inner, f"{place}/{name}/{key}") for key, inner in schema[name].items())
+
+
+def _add(schema: dict[str, Any], other: Any) -> None:
+    """Let a schema accept only what another one accepts, too."""
+    if other is True:
+        return
+    if isinstance(other, dict) and other.keys() <= {"anyOf", "type"} - schema.keys():
+        schema.update(other)
+    else:
+        schema["allOf"] = [*schema.get("allOf", []), other]
+
+
+def _exactly(values: tuple[Any, ...], kinds: dict[str, Any]) -> dict[str, Any]:
+    """Arrays of these values."""
+    items = [{"const": value, **kinds} for value in values]
+    return {"type": "array", "prefixItems": items, "items": False, "minItems": len(values)}
