@@ -14,7 +14,7 @@ from specbatch.errors import MOST
 from specbatch.grammar.limits import RegexError, spend
 from specbatch.grammar.number_ranges import DIGITS, INTEGER, LARGEST_EXCLUSIVE, Bound, any_of, decimals, integers
 from specbatch.grammar.regex import compile_regex
-from specbatch.grammar.regex_parser import match_lengths, without_anchors
+from specbatch.grammar.regex_parser import match_lengths, matches_whole_text, without_anchors
 from specbatch.grammar.schema_overlap import KINDS
 from specbatch.grammar.schema_rewrite import SchemaError
 
@@ -148,15 +148,14 @@ def string(schema: Mapping[str, Any], place: str) -> str:
 
 def _inside_string(pattern: str, place: str) -> str:
     """A pattern without the marks of its beginning and end, whose matches a string of JSON holds as they are."""
+    if not matches_whole_text(pattern):
+        raise SchemaError(f"{place}/pattern matches parts of texts")
     try:
         automaton = compile_regex(pattern)
     except RegexError as error:
         raise SchemaError(f"{place}/pattern: {error}") from None
     if (automaton.table[:, _UNSAFE] >= 0).any():
-        raise SchemaError(
-            f"{place}/pattern matches quotation marks, backslashes or control characters, which a string of JSON "
-            'cannot hold as they are; exclude them, such as [^"\\\\\\x00-\\x1f] in place of a dot'
-        )
+        raise SchemaError(f"{place}/pattern matches what a string of JSON cannot hold as it is")
     return without_anchors(pattern)
 
 

@@ -13,6 +13,7 @@ from specbatch.grammar.limits import MOST_STATES, READING_S, RegexError, TooMany
 
 LONGEST = 1 << 20  # characters of an expression
 _SHORT = 10_000  # characters of an expression whose parts are kept
+_ESCAPED_OR_SET = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 NESTED = "it is nested too deeply"
 _UNSUPPORTED = {
     "ASSERT": "lookahead and lookbehind are not regular",
@@ -93,6 +94,20 @@ def without_anchors(pattern: str) -> str:
     body = pattern.removesuffix("$")
     escaped = (len(body) - len(body.rstrip("\\"))) % 2
     return pattern if escaped else body
+
+
+def matches_whole_text(pattern: str) -> bool:
+    """Whether ^ and $ make an expression match whole texts only where it is searched for. A | that is in no group
+    divides them."""
+    if not pattern.startswith("^") or without_anchors(pattern) == pattern.removeprefix("^"):
+        return False
+    rest = _ESCAPED_OR_SET.sub("", pattern)
+    depth = 0
+    for letter in rest:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if letter == "|" and not depth:
+            return False
+    return True
 
 
 def match_lengths(pattern: str) -> tuple[int, int]:

@@ -1,20 +1,23 @@
-"""JSON schemas that accept exactly what another one refuses, as far as the keywords that engines have can say it.
+"""JSON schemas that accept what another one refuses, as far as the keywords that engines have can say it.
 
 Each keyword but `type`, `enum` and `const` limits values of one type only: what it refuses is of this type.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
-from specbatch.config.settings import is_whole
+from specbatch.config.settings import is_number, is_whole
 from specbatch.grammar.limits import spend
-from specbatch.grammar.schema_words import ASSERTIONS
+from specbatch.grammar.schema_words import ASSERTIONS, NARROWED
 
 Schema = dict[str, Any]
 Resolve = Callable[[Any], Any]
 _DEEPEST = 12  # schemas in each other
+_MOST_NUMBERS = 64
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 _LENGTHS = {
     "minLength": ("string", "maxLength", -1),
@@ -32,22 +35,34 @@ _BOUNDS = {
 }
 
 
-def negated(schema: Any, resolve: Resolve, depth: int = _DEEPEST) -> Schema | bool | None:
-    """A schema that accepts what another one refuses; None if there is none here. resolve: what a schema with a `$ref`
+class Negation(NamedTuple):
+    """What accepts only values that a schema refuses; all of them if it is exact."""
+
+    schema: Schema | bool
+    is_exact: bool = True
+
+
+UNKNOWN = Negation(False, is_exact=False)
+
+
+def negated(schema: Any, names: Collection[str], resolve: Resolve, depth: int = _DEEPEST) -> Negation:
+    """names: of properties that may be there beside those that a schema has; resolve: what a schema with a `$ref`
     refers to."""
     schema = resolve(schema)
     spend(10)
     if isinstance(schema, bool):
-        return not schema
-    if not isinstance(schema, dict) or not depth:
-        return None
-    found: list[Any] = []
-    for name in schema.keys() & ASSERTIONS:
-        part = _without(name, schema, lambda inner: negated(inner, resolve, depth - 1))
-        if part is None:
-            return None
-        found.append(part)
-    return any_schema(found)
+        return Negation(not schema)
+    if not isinstance(schema, dict) or not depth or NARROWED in schema:
+        return UNKNOWN
+    parts = [
+        _without(name, schema, names, lambda inner: negated(inner, names, resolve, depth - 1))
+        for name in schema.keys() & ASSERTIONS
+    ]
+    return _any(parts)
+
+
+def _any(parts: Sequence[Negation]) -> Negation:
+    return Negation(any_schema([part.schema for part in parts]), all(part.is_exact for part in parts))
 
 
 def any_schema(schemas: list[Any]) -> Schema | bool:
@@ -71,7 +86,7 @@ def lacks(name: str) -> Schema:
     return {"type": "object", "properties": {name: False}}
 
 
-def _without(name: str, schema: Mapping[str, Any], inner: Callable[[Any], Any]) -> Schema | bool | None:
+def _without(name: str, schema: Schema, names: Collection[str], inner: Callable[[Any], Negation]) -> Negation:
     """What the value of one keyword refuses."""
     value = schema[name]
     if name in ("enum", "const"):
@@ -80,52 +95,72 @@ def _without(name: str, schema: Mapping[str, Any], inner: Callable[[Any], Any]) 
         return _other_types(value if isinstance(value, list) else [value])
     if name in _LENGTHS and is_whole(value) and value >= 0:
         kind, limit, step = _LENGTHS[name]
-        return False if value + step < 0 else {"type": kind, limit: value + step}
-    if name in _BOUNDS and not isinstance(value, bool):
-        return {"type": "number", _BOUNDS[name]: value}
+        return Negation(False if value + step < 0 else {"type": kind, limit: value + step})
+    if name in _BOUNDS and is_number(value):
+        return Negation({"type": "number", _BOUNDS[name]: value})
     if name == "required" and isinstance(value, list):
-        return any_schema([lacks(each) for each in value])
-    if name == "properties" and isinstance(value, dict):
-        parts = {key: inner(each) for key, each in value.items()}
-        if None in parts.values():
-            return None
-        return any_schema(
-            [
-                part if part is False else {"type": "object", "required": [key], "properties": {key: part}}
-                for key, part in parts.items()
-            ]
-        )
+        return Negation(any_schema([lacks(each) for each in value]))
+    if name in ("properties", "patternProperties", "additionalProperties"):
+        return _other_properties(name, schema, names, inner)
     if name in ("anyOf", "allOf") and isinstance(value, list):
-        parts_of = [inner(each) for each in value]
-        if None in parts_of:
-            return None
-        return all_schemas(parts_of) if name == "anyOf" else any_schema(parts_of)
+        parts = [inner(each) for each in value]
+        if name == "allOf":
+            return _any(parts)
+        return Negation(all_schemas([part.schema for part in parts]), all(part.is_exact for part in parts))
     if name == "$ref":
         return inner({"$ref": value})
-    if name == "not":
-        return value if isinstance(value, bool | dict) else None
-    return None
+    return UNKNOWN
 
 
-def _other_types(kinds: list[Any]) -> Schema | bool | None:
-    if "integer" in kinds and "number" not in kinds:
-        return None
-    left = [kind for kind in _TYPES if kind not in kinds]
-    return {"type": left} if left else False
+def _other_properties(name: str, schema: Schema, names: Collection[str], inner: Callable[[Any], Negation]) -> Negation:
+    """Objects with a property that one of the keywords for them refuses."""
+    own, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    if not isinstance(own, dict) or not isinstance(patterns, dict):
+        return UNKNOWN
+    if name == "properties":
+        pairs = list(own.items())
+    elif name == "patternProperties":
+        pairs = [(key, each) for pattern, each in patterns.items() for key in names if _matches(pattern, key)]
+    else:
+        others = [key for key in names if key not in own and not any(_matches(each, key) for each in patterns)]
+        pairs = [(key, schema[name]) for key in others]
+    parts = [(key, inner(each)) for key, each in sorted(pairs, key=lambda pair: pair[0])]
+    refused = [
+        part.schema if part.schema is False else {"type": "object", "required": [key], "properties": {key: part.schema}}
+        for key, part in parts
+    ]
+    return Negation(any_schema(refused), name == "properties" and all(part.is_exact for _, part in parts))
 
 
-def _other_values(values: list[Any]) -> Schema | None:
-    """All values but some, of which none is a number, an array or an object that can be written in several ways."""
-    if any(not isinstance(value, str | bool | type(None)) for value in values):
-        return None
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern matches; true for what Python cannot parse."""
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True
+
+
+def _other_types(kinds: list[Any]) -> Negation:
+    left = [kind for kind in _TYPES if kind not in kinds and (kind != "number" or "integer" not in kinds)]
+    return Negation({"type": left} if left else False, "integer" not in kinds or "number" in kinds)
+
+
+def _other_values(values: list[Any]) -> Negation:
+    """All values but some, which are texts, numbers, booleans and null."""
     texts = {value for value in values if isinstance(value, str)}
-    if not all(text.isprintable() for text in texts):
-        return None
-    kinds = ["number", "array", "object"]
+    numbers = sorted({value for value in values if is_number(value)})
+    is_exact = all(is_number(value) or isinstance(value, str | bool | type(None)) for value in values)
+    if not all(text.isprintable() for text in texts) or len(numbers) > _MOST_NUMBERS:
+        return UNKNOWN
+    kinds = ["array", "object"] if is_exact else []
     kinds += [] if None in values else ["null"]
-    options: list[Any] = [{"type": kinds}, {"enum": [flag for flag in (True, False) if flag not in values]}]
+    options: list[Any] = [{"type": kinds}] if kinds else []
+    options += [{"const": flag} for flag in (True, False) if not any(flag is value for value in values)]
     options.append({"type": "string", "pattern": f"^(?:{_other_texts(texts)})$"} if texts else {"type": "string"})
-    return {"anyOf": [option for option in options if option != {"enum": []}]}
+    for low, high in pairwise([None, *numbers, None]):
+        limits = {"exclusiveMinimum": low, "exclusiveMaximum": high}
+        options.append({"type": "number"} | {name: value for name, value in limits.items() if value is not None})
+    return Negation({"anyOf": options}, is_exact)
 
 
 def _other_texts(texts: set[str]) -> str:

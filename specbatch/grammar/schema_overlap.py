@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from specbatch.config.settings import is_number
+from specbatch.grammar.schema_words import NARROWED
 
 KINDS: dict[str, type] = {"string": str, "boolean": bool, "null": type(None), "array": list, "object": dict}
 _CHOICES = ("anyOf", "oneOf")
@@ -45,7 +46,7 @@ def _is_empty(schemas: Iterable[Any], target: Callable[[str], Any], spend: Calla
         schema = waiting.pop()
         if schema is False:
             return True
-        if not isinstance(schema, dict):
+        if not isinstance(schema, dict) or NARROWED in schema:
             continue
         reference = schema.get("$ref")
         if isinstance(reference, str) and reference not in followed:

@@ -17,9 +17,9 @@ from urllib.parse import unquote
 from specbatch.files.text_files import UnreadableError, parse_json
 from specbatch.grammar.limits import RegexError, remembered, spend
 from specbatch.grammar.regex_parser import LONGEST, NESTED
-from specbatch.grammar.schema_negation import all_schemas, any_schema, negated
+from specbatch.grammar.schema_negation import Negation, all_schemas, any_schema, negated
 from specbatch.grammar.schema_overlap import are_disjoint
-from specbatch.grammar.schema_words import ANNOTATIONS, ASSERTIONS, FORMATS
+from specbatch.grammar.schema_words import ANNOTATIONS, ASSERTIONS, FORMATS, NARROWED
 
 _INNER = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
@@ -65,11 +65,13 @@ class _Rewrite:
         self.root = root
         self._seen: dict[int, Any] = {}  # schemas by id, which are kept so that no other one gets it
         self._ignored: dict[str, str] = {}
+        self._narrowed: list[str] = []
         self._work = 0
 
     @property
     def notes(self) -> list[str]:
-        return [f"{place}/{name} is ignored" for name, place in self._ignored.items()]
+        found = [f"{place}: {name} is ignored" for name, place in self._ignored.items()]
+        return found + [f"{place}: some documents that it accepts are no answers" for place in self._narrowed]
 
     def run(self) -> None:
         if not isinstance(self.root, bool | dict):
@@ -82,7 +84,7 @@ class _Rewrite:
         if not isinstance(schema, dict) or id(schema) in self._seen:
             return
         self._seen[id(schema)] = schema
-        for name in schema.keys() - ASSERTIONS - ANNOTATIONS:
+        for name in schema.keys() - ASSERTIONS - ANNOTATIONS - {NARROWED}:
             self._ignored.setdefault(name, place)
         if "format" in schema and schema["format"] not in FORMATS:
             self._ignored.setdefault(f"format {json.dumps(schema.pop('format')):.40}", place)
@@ -101,21 +103,36 @@ class _Rewrite:
         if "if" in schema:
             condition, then, other = schema.pop("if"), schema.pop("then", True), schema.pop("else", True)
             if then is not True or other is not True:
-                refused = self._negated(condition, f"{place}/if")
-                _add(schema, any_schema([all_schemas([condition, then]), all_schemas([refused, other])]))
+                refused = negated(condition, _property_names(schema, then, other), self._resolved)
+                found = any_schema([all_schemas([condition, then]), all_schemas([refused.schema, other])])
+                self._limit(schema, Negation(found, refused.is_exact), f"{place}/if")
         for name in ("then", "else"):
             schema.pop(name, None)  # without an `if` they have no effect
         if "not" in schema:
-            _add(schema, self._negated(schema.pop("not"), f"{place}/not"))
+            given = schema.pop("not")
+            self._limit(schema, negated(given, _property_names(schema), self._resolved), f"{place}/not")
         if isinstance(schema.get("oneOf"), list):
             given = schema.pop("oneOf")
-            _add(schema, self._one_of(given, schema, place))
+            self._limit(schema, self._one_of(given, schema, place), f"{place}/oneOf")
         if schema.get("uniqueItems") is False:
             del schema["uniqueItems"]
         if schema.get("uniqueItems") is True:
             self._unique(schema, place)
 
-    def _one_of(self, given: list[Any], beside: dict[str, Any], place: str) -> Any:
+    def _limit(self, schema: dict[str, Any], found: Negation, place: str) -> None:
+        """Let a schema accept only what a rewritten part accepts, too."""
+        if found.is_exact:
+            _add(schema, found.schema)
+            return
+        if found.schema is False:
+            raise SchemaError(
+                f"{place} has a schema whose opposite cannot be written; let schemas differ in type, bounds, what "
+                "is required or in the const of a property that both require, or use anyOf"
+            )
+        self._narrowed.append(place)
+        schema["allOf"] = [*schema.get("allOf", []), {"allOf": [found.schema], NARROWED: True}]
+
+    def _one_of(self, given: list[Any], beside: dict[str, Any], place: str) -> Negation:
         """What is accepted by one of the given schemas alone. beside: the schema that has them, without them."""
         discriminator = beside.get("discriminator")
         if isinstance(discriminator, dict) and isinstance(name := discriminator.get("propertyName"), str):
@@ -126,24 +143,13 @@ class _Rewrite:
             if not are_disjoint([one, other, beside], lambda ref: self._target(ref, place), self._spend):
                 overlaps[n].append(m)
                 overlaps[m].append(n)
-        options = []
+        names = _property_names(beside, *map(self._resolved, given))
+        options, is_exact = list[Any](), True
         for n, schema in enumerate(given):
-            others = {m: negated(given[m], self._resolved) for m in overlaps[n]}
-            if unknown := [m for m, other in others.items() if other is None]:
-                raise SchemaError(
-                    f"{place}/oneOf: schemas {min(n, unknown[0])} and {max(n, unknown[0])} may accept the same value; "
-                    "let them differ in type, in bounds or in the const of a property that both require, or use anyOf"
-                )
-            options.append(all_schemas([schema, *others.values()]))
-        return any_schema(options)
-
-    def _negated(self, schema: Any, place: str) -> Any:
-        if (found := negated(schema, self._resolved)) is None:
-            raise SchemaError(
-                f"{place} has a schema whose opposite cannot be written; use type, required, enum or const of texts, "
-                "and bounds in it"
-            )
-        return found
+            others = [negated(given[m], names, self._resolved) for m in overlaps[n]]
+            options.append(all_schemas([schema, *(other.schema for other in others)]))
+            is_exact = is_exact and all(other.is_exact for other in others)
+        return Negation(any_schema(options), is_exact)
 
     def _unique(self, schema: dict[str, Any], place: str) -> None:
         """All orders of few values; others cannot be written."""
@@ -213,6 +219,15 @@ def _inside(schema: dict[str, Any], place: str) -> Iterable[tuple[Any, str]]:
     for name in (*_MAPS, "dependencies"):
         if isinstance(schema.get(name), dict):
             yield from ((inner, f"{place}/{name}/{key}") for key, inner in schema[name].items())
+
+
+def _property_names(*schemas: Any) -> set[str]:
+    return {
+        name
+        for schema in schemas
+        if isinstance(schema, dict) and isinstance(schema.get("properties"), dict)
+        for name in schema["properties"]
+    }
 
 
 def _add(schema: dict[str, Any], other: Any) -> None:

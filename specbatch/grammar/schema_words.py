@@ -15,9 +15,10 @@ ANNOTATIONS = frozenset({
     "contentEncoding", "contentMediaType", "contentSchema", "default", "definitions", "deprecated", "description",
     "discriminator", "examples", "readOnly", "title", "writeOnly",
 })  # fmt: skip
-# The formats of JSON Schema. llguidance checks them, or refuses what it does not know; others are annotations.
+# The formats of JSON Schema. Engines check them, or refuse what they do not know; others are annotations.
 FORMATS = frozenset({
     "date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri",
     "iri-reference", "json-pointer", "regex", "relative-json-pointer", "time", "uri", "uri-reference", "uri-template",
     "uuid",
 })  # fmt: skip
+NARROWED = "x-narrowed"  # in a schema that accepts less than it stands for: nothing follows from what it refuses
