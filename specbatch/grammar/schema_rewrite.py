@@ -77,6 +77,11 @@ class _Rewrite:
         if not isinstance(self.root, bool | dict):
             raise SchemaError("# must be an object, true or false")
         self._visit(self.root, "#")
+        if isinstance(self.root, dict):
+            # All drafts are read alike. By the dialect of an old one keywords that are written here would be ignored.
+            self.root.pop("$schema", None)
+            if "://" in str(self.root.get("id")):
+                self.root.setdefault("$id", self.root["id"])
 
     def _visit(self, schema: Any, place: str) -> None:
         """Rewrite a schema and those in it, in place."""
