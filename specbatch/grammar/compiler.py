@@ -56,7 +56,7 @@ class Compiler:
         return found
 
     def _json_schema(self, schema: str) -> Grammar:
-        regex, grammar = checked_schema(schema)
+        regex, grammar, _ = checked_schema(schema)
         if regex is not None:
             checked_regex(regex)  # its parts are kept, so that the work below is the same each time
             with suppress(RegexError), limited(math.inf, COMPILING):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import version
 from typing import Any
 
@@ -13,6 +14,7 @@ from specbatch.grammar.schema_rewrite import SchemaError
 # One space at most, as the automata allow: a model that may write any number of them can go on forever.
 _OPTIONS: Any = {"whitespace_pattern": "[ ]?", "coerce_one_of": False, "lenient": False}
 # Else one tokenization alone would be allowed where the text is forced: the model decides which tokens it consists of.
+_PLACE, _QUOTED = "at 2(8): failed to compile JSON schema: ", re.compile(r" 1 \| %llguidance")
 _LARK = '%%llguidance {"no_forcing": true}\nstart: %%json %s'
 
 
@@ -25,6 +27,6 @@ def host_grammar(root: Any) -> str:
     is_wrong, reasons = LLMatcher.validate_grammar_with_warnings(grammar)
     if is_wrong:
         # Its place in the grammar, the reason, and the grammar.
-        reason = reasons[0].partition("\n1 | ")[0].removeprefix("at 2(8): failed to compile JSON schema: ")
-        raise SchemaError(f"llguidance {version('llguidance')} cannot compile it: {' '.join(reason.split())}")
+        reason = _QUOTED.split(" ".join(reasons[0].split()))[0].removeprefix(_PLACE)
+        raise SchemaError(f"llguidance {version('llguidance')} cannot compile it: {reason}")
     return grammar

@@ -8,35 +8,58 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any, NamedTuple
 
 from specbatch.grammar.host_schema import host_grammar
 from specbatch.grammar.json_schema import regex_of_schema
 from specbatch.grammar.limits import RegexError, limited, remembered
 from specbatch.grammar.regex_parser import checked_regex
-from specbatch.grammar.schema_rewrite import SchemaError, rewritten
+from specbatch.grammar.schema_rewrite import Readings, SchemaError, readings
 
 TRANSLATING = 150_000  # steps of the expression of a schema, see `limits.spend`
 
 
-def checked_schema(schema: str) -> tuple[str | None, str]:
-    """The expression for the automaton of a schema, given as JSON, or None, and the grammar for llguidance if so.
-    Raises RegexError if no engine compiles it."""
-    regex, grammar = json.loads(_checked(schema))
-    return regex, grammar
+class Checked(NamedTuple):
+    """What compiles a schema: the expression of its automaton, or None, and a grammar of llguidance, "" for a schema
+    whose expression is enough. notes: what is ignored."""
+
+    regex: str | None
+    grammar: str
+    notes: list[str]
+
+
+def checked_schema(schema: str) -> Checked:
+    """Of a schema, given as JSON. Raises RegexError if no engine compiles it."""
+    return Checked(*json.loads(_checked(schema)))
 
 
 @remembered(SchemaError)
 def _checked(schema: str) -> str:
-    root = json.loads(rewritten(schema).schema)
+    found = readings(schema)
+    regex = None if found.rewritten is None else _regex(json.loads(found.rewritten))
+    return json.dumps([regex, "" if regex else _grammar(found), found.notes])
+
+
+def _regex(root: Any) -> str | None:
     try:
         with limited(math.inf, TRANSLATING):
             regex = regex_of_schema(root)
             checked_regex(regex)
-            return json.dumps([regex, ""])
+            return regex
     except RegexError:
-        return json.dumps([None, host_grammar(root)])
+        return None
+
+
+def _grammar(found: Readings) -> str:
+    """llguidance has some of the keywords that are rewritten, and is the judge of them."""
+    try:
+        return host_grammar(json.loads(found.plain))
+    except SchemaError:
+        if found.rewritten is None:
+            raise SchemaError(found.reason) from None
+        return host_grammar(json.loads(found.rewritten))
 
 
 def host_grammar_of(schema: str) -> str:
-    """The grammar for llguidance of a schema whose automaton is too large with a vocabulary."""
-    return host_grammar(json.loads(rewritten(schema).schema))
+    """The grammar of llguidance for a schema whose automaton is too large with a vocabulary."""
+    return _grammar(readings(schema))

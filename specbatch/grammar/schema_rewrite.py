@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from specbatch.files.text_files import UnreadableError, parse_json
-from specbatch.grammar.limits import RegexError, remembered, spend
+from specbatch.grammar.limits import RegexError, spend
 from specbatch.grammar.regex_parser import LONGEST, NESTED
 from specbatch.grammar.schema_negation import Negation, all_schemas, any_schema, negated
 from specbatch.grammar.schema_overlap import are_disjoint
@@ -32,79 +32,111 @@ class SchemaError(RegexError):
     """Why a schema cannot be used; names the place in it."""
 
 
-class Rewritten(NamedTuple):
-    """schema: JSON; notes: what is ignored."""
+class Readings(NamedTuple):
+    """A schema as engines can read it.
 
-    schema: str
+    plain      JSON, without what JSON Schema calls an annotation and an engine refuses as unknown
+    rewritten  JSON, without keywords that no engine has either; None if they cannot be written
+    reason     why not
+    notes      what is ignored, and what has no answers
+    """
+
+    plain: str
+    rewritten: str | None
+    reason: str
     notes: list[str]
 
 
-def rewritten(text: str) -> Rewritten:
-    """What engines read in place of a schema, given as JSON. Raises SchemaError."""
-    return Rewritten(*json.loads(_rewritten(text)))
-
-
-@remembered(SchemaError)
-def _rewritten(text: str) -> str:
+def readings(text: str) -> Readings:
+    """Of a schema, given as JSON. Raises SchemaError for what is none."""
     if len(text) > LONGEST:
         raise SchemaError(f"it has {len(text)} characters; use at most {LONGEST}")
     try:
         root = parse_json(text, unique=True)
     except UnreadableError as error:
         raise SchemaError(f"{error}; write a JSON schema") from None
+    if not isinstance(root, bool | dict):
+        raise SchemaError("# must be an object, true or false")
     try:
+        plain = _Visit(root)
+        plain.run()
+        found = json.dumps(root)
         rewrite = _Rewrite(root)
-        rewrite.run()
-        return json.dumps([json.dumps(rewrite.root), rewrite.notes])
+        try:
+            rewrite.run()
+            return Readings(found, _dumped(root), "", plain.notes + rewrite.notes)
+        except SchemaError as error:
+            return Readings(found, None, str(error), plain.notes)
     except RecursionError:
         raise SchemaError(NESTED) from None
 
 
-class _Rewrite:
+class _Visit:
+    """Goes through a schema, and leaves out what engines refuse as unknown."""
+
     def __init__(self, root: Any) -> None:
         self.root = root
+        self.notes: list[str] = []
         self._seen: dict[int, Any] = {}  # schemas by id, which are kept so that no other one gets it
-        self._ignored: dict[str, str] = {}
-        self._narrowed: list[str] = []
+        self._ignored = set[str]()
         self._work = 0
 
-    @property
-    def notes(self) -> list[str]:
-        found = [f"{place}: {name} is ignored" for name, place in self._ignored.items()]
-        return found + [f"{place}: some documents that it accepts are no answers" for place in self._narrowed]
-
     def run(self) -> None:
-        if not isinstance(self.root, bool | dict):
-            raise SchemaError("# must be an object, true or false")
         self._visit(self.root, "#")
-        if isinstance(self.root, dict):
-            # All drafts are read alike. By the dialect of an old one keywords that are written here would be ignored.
-            self.root.pop("$schema", None)
-            if "://" in str(self.root.get("id")):
-                self.root.setdefault("$id", self.root["id"])
 
     def _visit(self, schema: Any, place: str) -> None:
-        """Rewrite a schema and those in it, in place."""
+        """Change a schema and those in it, in place."""
         self._spend(1)
         if not isinstance(schema, dict) or id(schema) in self._seen:
             return
         self._seen[id(schema)] = schema
-        for name in schema.keys() - ASSERTIONS - ANNOTATIONS - {NARROWED}:
-            self._ignored.setdefault(name, place)
-        if "format" in schema and schema["format"] not in FORMATS:
-            self._ignored.setdefault(f"format {json.dumps(schema.pop('format')):.40}", place)
         if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
             self._visit(self._target(reference, place), reference)
         for inner, where in _inside(schema, place):
             self._visit(inner, where)
-        self._rewrite(schema, place)
+        self._change(schema, place)
 
-    def _rewrite(self, schema: dict[str, Any], place: str) -> None:
+    def _change(self, schema: dict[str, Any], place: str) -> None:
+        for name in sorted(schema.keys() - ASSERTIONS - ANNOTATIONS):
+            self._ignore(name, place)
+        form = schema.get("format")
+        if isinstance(form, str) and form not in FORMATS:
+            del schema["format"]
+            self._ignore(f"format {form:.40}", place)
+
+    def _ignore(self, what: str, place: str) -> None:
+        if what not in self._ignored:
+            self._ignored.add(what)
+            self.notes.append(f"{place}: {what} is ignored")
+
+    def _target(self, reference: Any, place: str) -> Any:
+        """The place that a reference names; anything if that is not in the schema: llguidance may know it."""
+        is_inside = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
+        return target(self.root, reference, place) if is_inside else {}
+
+    def _spend(self, work: int) -> None:
+        spend(10 * work)
+        self._work += work
+        if self._work > _MOST_WORK:
+            raise SchemaError("it takes too much work; use fewer alternatives and references")
+
+
+class _Rewrite(_Visit):
+    def __init__(self, root: Any) -> None:
+        super().__init__(root)
+        self._has_written = False
+
+    def run(self) -> None:
+        super().run()
+        if self._has_written:
+            self.root.pop("$schema", None)  # in an old dialect, keywords that were written would be ignored
+
+    def _change(self, schema: dict[str, Any], place: str) -> None:
         for name in ("dependencies", "dependentRequired", "dependentSchemas"):
             if isinstance(schema.get(name), dict):
                 for key, value in schema.pop(name).items():
                     then = {"required": value} if isinstance(value, list) else value
-                    _add(schema, {"anyOf": [{"properties": {key: False}}, then]})
+                    self._add(schema, {"anyOf": [{"properties": {key: False}}, then]})
         if "if" in schema:
             condition, then, other = schema.pop("if"), schema.pop("then", True), schema.pop("else", True)
             if then is not True or other is not True:
@@ -124,18 +156,28 @@ class _Rewrite:
         if schema.get("uniqueItems") is True:
             self._unique(schema, place)
 
+    def _add(self, schema: dict[str, Any], other: Any) -> None:
+        """Let a schema accept only what another one accepts, too."""
+        self._has_written = True
+        if not isinstance(schema.get("allOf", []), list):
+            raise SchemaError("allOf must be a list")
+        if isinstance(other, dict) and other.keys() <= {"anyOf", "type"} - schema.keys():
+            schema.update(other)
+        elif other is not True:
+            schema["allOf"] = [*schema.get("allOf", []), other]
+
     def _limit(self, schema: dict[str, Any], found: Negation, place: str) -> None:
         """Let a schema accept only what a rewritten part accepts, too."""
         if found.is_exact:
-            _add(schema, found.schema)
+            self._add(schema, found.schema)
             return
         if found.schema is False:
             raise SchemaError(
                 f"{place} has a schema whose opposite cannot be written; let schemas differ in type, bounds, what "
                 "is required or in the const of a property that both require, or use anyOf"
             )
-        self._narrowed.append(place)
-        schema["allOf"] = [*schema.get("allOf", []), {"allOf": [found.schema], NARROWED: True}]
+        self.notes.append(f"{place}: some documents that it accepts are no answers")
+        self._add(schema, {"allOf": [found.schema], NARROWED: True})
 
     def _one_of(self, given: list[Any], beside: dict[str, Any], place: str) -> Negation:
         """What is accepted by one of the given schemas alone. beside: the schema that has them, without them."""
@@ -169,7 +211,7 @@ class _Rewrite:
                 itertools.permutations(values, count) for count in range(len(values) + 1)
             )
             kinds = {"type": items["type"]} if "type" in items else {}
-            _add(schema, {"anyOf": [_exactly(order, kinds) for order in orders]})
+            self._add(schema, {"anyOf": [_exactly(order, kinds) for order in orders]})
         else:
             raise SchemaError(
                 f"{place}/uniqueItems needs items with an enum of at most {_MOST_UNIQUE} values; leave it out"
@@ -183,17 +225,6 @@ class _Rewrite:
             self._spend(1)
             schema = self._target(schema["$ref"], "#")
         return schema
-
-    def _target(self, reference: Any, place: str) -> Any:
-        """The place that a reference names; anything if that is not in the schema: llguidance may know it."""
-        is_inside = isinstance(reference, str) and (reference == "#" or reference.startswith("#/"))
-        return target(self.root, reference, place) if is_inside else {}
-
-    def _spend(self, work: int) -> None:
-        spend(10 * work)
-        self._work += work
-        if self._work > _MOST_WORK:
-            raise SchemaError("it takes too much work; use fewer alternatives and references")
 
 
 def target(root: Any, reference: Any, place: str) -> Any:
@@ -235,14 +266,20 @@ def _property_names(*schemas: Any) -> set[str]:
     }
 
 
-def _add(schema: dict[str, Any], other: Any) -> None:
-    """Let a schema accept only what another one accepts, too."""
-    if other is True:
-        return
-    if isinstance(other, dict) and other.keys() <= {"anyOf", "type"} - schema.keys():
-        schema.update(other)
-    else:
-        schema["allOf"] = [*schema.get("allOf", []), other]
+def _dumped(root: Any) -> str:
+    """As JSON. What was written may have the same parts again and again."""
+    sizes: dict[int, int] = {}
+
+    def size(value: Any) -> int:
+        if not isinstance(value, dict | list):
+            return 1
+        if id(value) not in sizes:
+            sizes[id(value)] = 1 + sum(map(size, value.values() if isinstance(value, dict) else value))
+        return sizes[id(value)]
+
+    if size(root) > _MOST_WORK:
+        raise SchemaError("it is too large without oneOf, not, if and dependencies; use anyOf in place of oneOf")
+    return json.dumps(root)
 
 
 def _exactly(values: tuple[Any, ...], kinds: dict[str, Any]) -> dict[str, Any]:
