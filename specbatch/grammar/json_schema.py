@@ -105,6 +105,8 @@ class _Schema:
         required, properties = schema.get("required", []), schema.get("properties", {})
         if not isinstance(required, list) or not isinstance(properties, dict):
             raise SchemaError(f"{place} has no list in required, or no object in properties")
+        if not all(isinstance(name, str) for name in required):
+            raise SchemaError(f"{place}/required must be a list of names")
         more = schema.get("additionalProperties", not properties)
         if more is not False:
             if properties or required:
