@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from specbatch.grammar.host_schema import host_grammar
 from specbatch.grammar.json_schema import regex_of_schema
-from specbatch.grammar.limits import RegexError, limited, remembered
+from specbatch.grammar.limits import READING_S, RegexError, limited, remembered
 from specbatch.grammar.regex_parser import checked_regex
 from specbatch.grammar.schema_rewrite import Readings, SchemaError, readings
 
@@ -35,7 +35,8 @@ def checked_schema(schema: str) -> Checked:
 
 @remembered(SchemaError)
 def _checked(schema: str) -> str:
-    found = readings(schema)
+    with limited(READING_S):
+        found = readings(schema)
     regex = None if found.rewritten is None else _regex(json.loads(found.rewritten))
     return json.dumps([regex, "" if regex else _grammar(found), found.notes])
 

@@ -24,7 +24,7 @@ from specbatch.grammar.schema_words import ANNOTATIONS, ASSERTIONS, FORMATS, NAR
 _INNER = ("additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS = ("dependentSchemas", "patternProperties", "properties")
-_MOST_WORK = 100_000  # schemas that are followed or compared
+_MOST_WORK = 50_000  # schemas that are followed or compared
 _MOST_UNIQUE = 4  # values of items that are unique
 
 
@@ -184,7 +184,7 @@ class _Rewrite(_Visit):
         discriminator = beside.get("discriminator")
         if isinstance(discriminator, dict) and isinstance(name := discriminator.get("propertyName"), str):
             # OpenAPI requires it in each of them.
-            given = [{"allOf": [schema, {"required": [name]}]} for schema in given]
+            given = [_requiring(name, self._resolved(schema)) for schema in given]
         overlaps: dict[int, list[int]] = {n: [] for n in range(len(given))}
         for (n, one), (m, other) in itertools.combinations(enumerate(given), 2):
             if not are_disjoint([one, other, beside], lambda ref: self._target(ref, place), self._spend):
@@ -219,6 +219,7 @@ class _Rewrite(_Visit):
 
     def _resolved(self, schema: Any) -> Any:
         """What a schema with a reference and nothing else refers to."""
+        self._spend(1)
         for _ in range(_MOST_WORK):
             if not isinstance(schema, dict) or schema.keys() & ASSERTIONS != {"$ref"}:
                 return schema
@@ -264,6 +265,13 @@ def _property_names(*schemas: Any) -> set[str]:
         if isinstance(schema, dict) and isinstance(schema.get("properties"), dict)
         for name in schema["properties"]
     }
+
+
+def _requiring(name: str, schema: Any) -> Any:
+    required = schema.get("required", []) if isinstance(schema, dict) else []
+    if not isinstance(schema, dict) or not isinstance(required, list):
+        return {"allOf": [schema, {"required": [name]}]}
+    return {**schema, "required": [*required, name]}
 
 
 def _dumped(root: Any) -> str:
