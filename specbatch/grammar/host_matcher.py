@@ -14,6 +14,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from specbatch.grammar.limits import RegexError
 
+_NONE = "no token of this vocabulary may follow"
 _WORD = 32  # tokens of an int32 of a mask
 
 
@@ -94,13 +95,14 @@ class HostMatcher:
         """Note an error of masks int32 [N, words], and let all tokens follow then: what they lead to is not used."""
         self._note_error()
         if not self.error and not rows.any(1).all():
-            self.error = "no token of this vocabulary may follow"
+            self.error = _NONE
         if self.error:
             rows.fill(-1)
 
     def _note_error(self) -> None:
         if not self.error and self.inner.is_error():
-            self.error = self.inner.get_error().partition("\n")[0].strip()
+            reason = self.inner.get_error().partition("\n")[0].strip()
+            self.error = _NONE if reason.startswith("NoExtension") else reason
 
 
 def masks(

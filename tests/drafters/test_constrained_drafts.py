@@ -19,9 +19,10 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.logit_adjustments import Adjustments
 from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import Proposal, StepInput
-from specbatch.core.token_constraint import Constraint
+from specbatch.core.token_constraint import Constraint, HostMasks
 from specbatch.drafters.choose import DraftChain, allowed_drafts, choose_at_once, draft_states
 from specbatch.engine.device.acceptance import accept_ref
+from specbatch.grammar.host_matcher import HostVocabulary, masks
 from specbatch.grammar.regex import compile_regex
 from specbatch.grammar.token_automaton import FREE, compile_tokens
 from specbatch.kernels.sampling.rng import ACCEPT, DRAFT, RESIDUAL
@@ -29,6 +30,9 @@ from specbatch.kernels.sampling.rng import ACCEPT, DRAFT, RESIDUAL
 LETTERS, END = "abcd", 4
 EXPRESSION = "(?:ab|b[ac]|c[cd]{1,2})*"
 DRAFTS = 2
+ON_HOST = HostVocabulary([letter.encode() for letter in LETTERS], {END}, len(LETTERS) + 1).compile(
+    f'%llguidance {{"no_forcing": true}}\nstart: /{EXPRESSION}/'
+)
 AUTOMATON = compile_tokens(compile_regex(EXPRESSION), [letter.encode() for letter in LETTERS], {END}, len(LETTERS) + 1)
 
 
@@ -83,11 +87,25 @@ def step_of(sampling: Any, rows: int, *, is_free: torch.Tensor | None = None) ->
     return StepInput(batch, torch.arange(rows) + 1, lengths, DRAFTS, 1, 4, replace(sampling, adjustments=adjustments))
 
 
-def drafted(toy: Toy, numbers: torch.Tensor) -> Proposal:
+def masked_on_host(toy: Toy, drafts: Text) -> torch.Tensor:
+    """The target's distributions float64 [DRAFTS + 1, V] at the root and after drafts, with masks of llguidance."""
+    matcher = ON_HOST.matcher()
+    bits = torch.from_numpy(masks([matcher], [list(drafts)], None))
+    weights = torch.tensor([toy.target(drafts[:place]) for place in range(DRAFTS + 1)], dtype=torch.float64)[None]
+    bits[0, [place for place in range(DRAFTS + 1) if END in drafts[:place]]] = -1  # what follows an end is not used
+    HostMasks(torch.tensor([0]), bits).mask(weights)
+    found = weights[0].clamp(min=0)
+    for place, row in enumerate(found):
+        if not row.any():
+            row[min(allowed(drafts[:place]))] = 1
+    return found / found.sum(-1, keepdim=True)
+
+
+def drafted(toy: Toy, numbers: torch.Tensor, *, is_free: bool = False) -> Proposal:
     """Chains by random numbers [rows, DRAFTS], from the scores of a draft that does not know the grammar."""
     flags = SamplingFlags(sampled=True, constrained=True)
     lattice = replace(lattice_of({DRAFT: numbers}), flags=flags)
-    step = step_of(Weights(**vars(lattice)), len(numbers))
+    step = step_of(Weights(**vars(lattice)), len(numbers), is_free=torch.full((len(numbers),), is_free))
     chain = DraftChain(step, ids=None, vocabulary=len(LETTERS) + 1)
     for place in range(DRAFTS):
         prefixes = [tuple(row) for row in chain.tokens[:, :place].tolist()]
@@ -109,11 +127,13 @@ def test_drafts_are_samples_of_the_masked_distribution(seed: int) -> None:
             assert q[place].tolist() == pytest.approx(known.draft(tuple(text[:place])), abs=1e-6)
 
 
+@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 @pytest.mark.parametrize("seed", first_quick(3, range(6)))
-def test_a_verify_of_these_drafts_is_lossless(seed: int) -> None:
-    """What is emitted by all random numbers has the distribution of the target that knows the grammar."""
+def test_a_verify_of_these_drafts_is_lossless(seed: int, on_host: bool) -> None:
+    """What is emitted by all random numbers has the distribution of the target that knows the grammar. With a grammar
+    on the host the drafts do not know it."""
     toy, known = Toy(seed, 5, 3), Restricted(seed, 5, 3)
-    proposal = drafted(toy, toy.numbers(DRAFTS))
+    proposal = drafted(toy, toy.numbers(DRAFTS), is_free=on_host)
     assert proposal.probabilities is not None
     # With denominators up to 3 in p and q thresholds have those of 36, and what is left of p those up to 6.
     midpoints = [(torch.arange(cells, dtype=torch.float64) + 0.5) / cells for cells in (36, 36, 60)]
@@ -127,6 +147,8 @@ def test_a_verify_of_these_drafts_is_lossless(seed: int) -> None:
         tuple(text): q for text, q in zip(proposal.tokens.tolist(), proposal.probabilities, strict=True)
     }.items():
         p = torch.tensor([known.target(text[:place]) for place in range(DRAFTS + 1)], dtype=torch.float64)
+        if on_host:
+            p = masked_on_host(toy, text)
         drafts = Proposal(torch.tensor(text).expand(rows, -1), torch.full((rows,), DRAFTS), q.expand(rows, -1, -1))
         result = accept_ref(
             p.expand(rows, -1, -1), drafts, torch.arange(1, DRAFTS + 2).expand(rows, -1), lattice_of(grid)

@@ -11,10 +11,10 @@ from watched_calls import Watch
 
 from specbatch import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.grammar import json_schema, limits, regex_parser
-from specbatch.grammar.json_schema import SchemaError, regex_of_schema
-from specbatch.grammar.limits import KeptTexts, RegexError, limited, remembered, spend
+from specbatch.grammar import limits, regex_parser, schema_rewrite
+from specbatch.grammar.limits import KeptTexts, RegexError, TooMuchWorkError, limited, remembered, spend
 from specbatch.grammar.regex import compile_regex
+from specbatch.grammar.schema_engine import checked_schema
 
 NAMES = [f"p{place}" for place in range(20_000)]
 SETS = "".join(f"\\x{code:02x}" for code in range(1, 128, 2))
@@ -24,7 +24,7 @@ LIMIT_S = 0.05
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small part of the usual time, so that what ignores it is seen soon."""
-    for limit in ("limits.READING_S", "regex_parser.READING_S", "regex.COMPILING_S", "json_schema.READING_S"):
+    for limit in ("limits.READING_S", "regex_parser.READING_S", "regex.COMPILING_S", "schema_engine.READING_S"):
         monkeypatch.setattr(f"specbatch.grammar.{limit}", LIMIT_S)
 
 
@@ -72,9 +72,9 @@ def seconds(**grammar: Any) -> float:
     """CPU time of this thread to compile or refuse it."""
     start = time.thread_time()
     try:
-        found = SamplingParams(**grammar).grammar
-        assert found is not None
-        compile_regex(found[1])
+        found = SamplingParams(**grammar)
+        if (regex := found.regex or checked_schema(found.json_schema).regex) is not None:
+            compile_regex(regex)
     except (SpecbatchError, RegexError):
         pass
     return time.thread_time() - start
@@ -127,11 +127,18 @@ def test_refusals_cost_their_time_once(watch: Watch) -> None:
 
 
 def test_schemas_are_translated_once(watch: Watch) -> None:
-    calls = watch(json_schema, "parse_json", before=lambda text, unique: text)
+    calls = watch(schema_rewrite, "parse_json", before=lambda text, unique: text)
     for _ in range(3):
-        with pytest.raises(SchemaError, match="#/type must be one of"):
-            regex_of_schema('{"type": "not seen before"}')
+        with pytest.raises(RegexError, match="Invalid type: not seen before"):
+            checked_schema('{"type": "not seen before"}')
     assert len(calls) == 1
+
+
+def test_work_is_limited_whatever_time_it_takes() -> None:
+    with limited(100, steps=1000):
+        spend(1000)
+        with pytest.raises(TooMuchWorkError):
+            spend(1)
 
 
 def test_outcomes_are_kept_up_to_a_limit() -> None:

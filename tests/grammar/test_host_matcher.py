@@ -1,0 +1,127 @@
+"""Masks of grammars on the host: after answers, chains and trees of drafts, exactly the tokens that may follow."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+import regex
+from schema_answers import tokens_of
+from trees import random_parents
+
+from specbatch.grammar.host_matcher import HostGrammar, HostMatcher, HostVocabulary, masks
+from specbatch.grammar.limits import RegexError
+
+EXPRESSION = "(?:ab|b[ac]|c[cd]{1,2})*"
+TOKENS: list[bytes | None] = [b"a", b"b", b"c", b"d", b"ab", b"cdb", None, b"", b"cc"]
+ENDS, VOCABULARY = {6, 9}, 40  # more ids than tokens: more than a word of a mask
+
+
+def grammar(expression: str = EXPRESSION) -> HostGrammar:
+    return HostVocabulary(TOKENS, ENDS, VOCABULARY).compile(
+        f'%llguidance {{"no_forcing": true}}\nstart: /{expression}/'
+    )
+
+
+def text_of(tokens: list[int]) -> str:
+    return b"".join(TOKENS[token] or b"" for token in tokens).decode()
+
+
+def allowed(tokens: list[int]) -> list[int]:
+    """Tokens that may follow; none after one that is no text, or does not follow itself."""
+    if any(token in ENDS or not TOKENS[token] for token in tokens):
+        return []
+    text = text_of(tokens)
+    if regex.fullmatch(EXPRESSION, text, partial=True) is None:
+        return []
+    found = [
+        token
+        for token, own in enumerate(TOKENS)
+        if own and regex.fullmatch(EXPRESSION, text + own.decode(), partial=True) is not None
+    ]
+    return sorted([*found, *(ENDS if regex.fullmatch(EXPRESSION, text) else ())])
+
+
+def started(answer: list[int]) -> HostMatcher:
+    found = grammar().matcher()
+    found.follow(answer[:1])
+    found.follow(answer)
+    return found
+
+
+ANSWERS = [[], [4], [1, 0], [2], [2, 2], [8, 3], [5]]
+
+
+def test_chains() -> None:
+    """Of several requests at once, with chains of different lengths, twice: drafts leave no trace."""
+    matchers = [started(answer) for answer in ANSWERS]
+    random = Random(0)
+    for _ in range(60):
+        drafts = [random.choices(range(len(TOKENS) + 1), k=random.randrange(4)) for _ in ANSWERS]
+        found = masks(matchers, drafts, None)
+        assert found.shape == (len(ANSWERS), max(map(len, drafts)) + 1, 2)
+        for answer, chain, rows in zip(ANSWERS, drafts, found, strict=True):
+            for place in range(len(chain) + 1):
+                if (wanted := allowed(answer + chain[:place])) and not set(chain[:place]) & ENDS:
+                    assert tokens_of(rows[place]) == wanted
+                elif not set(chain[:place]) & ENDS:
+                    assert (rows[place] == -1).all()
+    assert not any(matcher.error for matcher in matchers)
+
+
+def test_trees() -> None:
+    matchers = [started(answer) for answer in ANSWERS]
+    random = Random(1)
+    for _ in range(60):
+        drafts = [random.choices(range(6), k=random.randrange(7)) for _ in ANSWERS]
+        parents = [random_parents(random, len(tree) + 1, True) for tree in drafts]
+        for answer, tree, above, rows in zip(ANSWERS, drafts, parents, masks(matchers, drafts, parents), strict=True):
+            for row in range(len(tree) + 1):
+                path, node = list[int](), row
+                while node:
+                    path, node = [tree[node - 1], *path], above[node - 1]
+                if (wanted := allowed(answer + path)) and not set(path) & ENDS:
+                    assert tokens_of(rows[row]) == wanted
+                elif not set(path) & ENDS:
+                    assert (rows[row] == -1).all()
+    assert not any(matcher.error for matcher in matchers)
+
+
+def test_requests_have_a_state_of_their_own() -> None:
+    shared = grammar()
+    one, other = shared.matcher(), shared.matcher()
+    one.follow([2])
+    (first,), (second,) = masks([one, other], [[], []], None)
+    assert tokens_of(first) == allowed([2])
+    assert tokens_of(second) == allowed([])
+
+
+def test_errors_end_a_request_alone() -> None:
+    one, other = started([2]), started([4])
+    one.follow([2, 0])
+    assert "doesn't satisfy the grammar" in one.error
+    for _ in range(2):
+        found = masks([one, other], [[0], [4]], None)
+        assert (found[0] == -1).all()
+        assert tokens_of(found[1, 1]) == allowed([4, 4])
+
+
+@pytest.mark.parametrize("expression", ["x", "ax"])
+def test_grammars_that_no_token_matches(expression: str) -> None:
+    """At once, or when the tokens run out."""
+    if expression == "x":
+        with pytest.raises(RegexError, match="no token of this vocabulary may follow"):
+            grammar(expression)
+        return
+    matcher = grammar(expression).matcher()
+    matcher.follow([0])
+    masks([matcher], [[]], None)
+    assert matcher.error == "no token of this vocabulary may follow"
+
+
+def test_all_texts_of_few_tokens() -> None:
+    for answer in itertools.product((0, 1, 2, 3, 4), repeat=3):
+        if allowed(list(answer)):
+            [[row]] = masks([started(list(answer))], [[]], None)
+            assert tokens_of(row) == allowed(list(answer))
