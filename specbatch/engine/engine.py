@@ -80,7 +80,7 @@ class Engine(InferenceEngine):
         self.caps = parts.caps
         self.model_config: ModelConfig = parts.model.config
         speculation = parts.config.speculation
-        self._prompts = PromptReader(self.tokenizer, self.model_config, parts.caps)
+        self._prompts = PromptReader(self.tokenizer, self.model_config, parts.caps, log)
         self._requests = OpenRequests(parts.scheduler, self.tokenizer, self._prompts, self._on_finish)
         self._runner = Runner(
             parts.scheduler,

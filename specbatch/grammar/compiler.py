@@ -17,21 +17,30 @@ from specbatch.grammar.token_automaton import TokenAutomaton, compile_tokens
 Grammar = TokenAutomaton | HostGrammar
 COMPILING = 600_000  # steps of the automaton of a schema, see `limits.spend`
 _MOST = 64  # compiled ones that are kept
+_MOST_NOTES = 100
 
 
 class Compiler:
     """Keeps the last grammars, and why others were refused, which takes as long to find."""
 
     def __init__(
-        self, token_bytes: Callable[[], Sequence[bytes | None]], ends: Collection[int], vocabulary: int, most_cells: int
+        self,
+        token_bytes: Callable[[], Sequence[bytes | None]],
+        ends: Collection[int],
+        vocabulary: int,
+        most_cells: int,
+        log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """token_bytes: see `Tokenizer`; ends: end tokens; vocabulary: number of ids; most_cells: of an automaton."""
+        """token_bytes: see `Tokenizer`; ends: end tokens; vocabulary: number of ids; most_cells: of an automaton; log:
+        called with what a user should know of a schema, each line once."""
         self._find_token_bytes = token_bytes
         self._ends = ends
         self._vocabulary = vocabulary
         self._most_cells = most_cells
         self._kept: dict[tuple[str, str], Grammar] = {}
         self._refused = KeptTexts()
+        self._log = log
+        self._noted = set[str]()
 
     def compile(self, name: str, value: str) -> Grammar:
         """A grammar by the parameter that states it, `regex` or `json_schema`. Raises RegexError."""
@@ -56,12 +65,20 @@ class Compiler:
         return found
 
     def _json_schema(self, schema: str) -> Grammar:
-        regex, grammar, _ = checked_schema(schema)
+        regex, grammar, notes = checked_schema(schema)
+        for note in notes:
+            self._note(f"json_schema: {note}")
         if regex is not None:
             checked_regex(regex)  # its parts are kept, so that the work below is the same each time
             with suppress(RegexError), limited(math.inf, COMPILING):
                 return self._regex(regex)
+        self._note("json_schema: matched on the host by llguidance, so steps with its requests wait for their tokens")
         return self._host_vocabulary.compile(grammar or host_grammar_of(schema))
+
+    def _note(self, line: str) -> None:
+        if line not in self._noted and len(self._noted) < _MOST_NOTES:
+            self._noted.add(line)
+            self._log(line)
 
     @cached_property
     def _token_bytes(self) -> Sequence[bytes | None]:

@@ -84,7 +84,7 @@ class DataParallelEngine(InferenceEngine):
             raise
         self.config = replace(built.config, data_parallel=config.data_parallel, job=config.job)
         self.caps = built.caps
-        self._prompts = PromptReader(self.tokenizer, checkpoint.config, self.caps)
+        self._prompts = PromptReader(self.tokenizer, checkpoint.config, self.caps, log)
         self._streams = count()
         self._aborts: list[int | str] = []  # in the open stream
         self.reset_record()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+from on_host import match_on_host
 from stand_ins import fake_graphs, late_results
 from targets import Targets
 from thread_ranks import thread_group
 
 from specbatch import Engine, EngineConfig, SamplingParams, SpecbatchError, Speculation
 from specbatch.config.engine_config import Graphs
+from specbatch.grammar.host_matcher import HostMatcher
 from specbatch.memory.grammar_pool import GrammarPool
 from specbatch.weights.known_models import KNOWN_MODELS
 
@@ -74,8 +77,74 @@ def test_requests_wait_for_the_places_of_tables(toy: Any, toy_engine: Callable[.
     assert [item.token_ids for item in done] == [item.token_ids for item in alone.generate(prompts, params)]
 
 
+NESTED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "v": {"type": "integer", "minimum": 0, "maximum": 99},
+        "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["v", "next"],
+    "additionalProperties": False,
+    "x-vendor": 1,
+}
+
+
+@pytest.mark.parametrize("schedule", ["v1", "v2"])
+@pytest.mark.parametrize("graphs", [Graphs(), Graphs(decode="whole", prefill="piecewise")])
+def test_schemas_on_the_host(monkeypatch: pytest.MonkeyPatch, schedule: str, graphs: Graphs) -> None:
+    """A recursive one, beside requests with an automaton and without a grammar: steps wait, and say so."""
+    fake_graphs(monkeypatch)
+    late_results(monkeypatch)
+    lines: list[str] = []
+    nested, flat = (SamplingParams(json_schema=item, max_new_tokens=150) for item in (NESTED, SCHEMA))
+    how = [nested, SamplingParams(max_new_tokens=4), flat, nested]
+
+    def answers(speculation: Speculation, params: list[SamplingParams]) -> list[str]:
+        config = EngineConfig(
+            model="toy", load_format="dummy", device="cpu", dtype="float32", max_running=3, max_model_len=256,
+            speculation=speculation, graphs=graphs,
+        )  # fmt: skip
+        with Engine(config, log=lines.append) as engine:
+            done = engine.generate(["a", "bc", "d", "e"], params)
+            fallbacks = engine.record().counters["graphs"]["decode"]["fallbacks"]
+            assert ("grammar on the host" in fallbacks) == (graphs.decode == "whole")
+            return [item.text for item in done]
+
+    found = answers(Speculation(algorithm="ngram", schedule=schedule, draft_tokens=3), how)
+    jsonschema.validate(json.loads(found[0]), NESTED)
+    assert found == answers(Speculation(schedule=schedule), how)
+    assert lines.count("json_schema: #: x-vendor is ignored") == 2
+    assert sum("matched on the host by llguidance" in line for line in lines) == 2
+    sampled = [replace(params, temperature=1.0, seed=seed) for seed, params in enumerate(how)]
+    for text in answers(Speculation(algorithm="ngram", schedule=schedule, draft_tokens=3), sampled)[::3]:
+        jsonschema.validate(json.loads(text), NESTED)
+
+
+def test_a_matcher_that_cannot_go_on_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch, toy_engine: Callable[..., Engine]
+) -> None:
+    follow, stopped = HostMatcher.follow, list[HostMatcher]()
+
+    def stop(matcher: HostMatcher, output: list[int]) -> None:
+        follow(matcher, output)
+        if len(output) == 3 and not stopped:
+            stopped.append(matcher)
+            matcher.error = "ParserTooComplex"
+
+    monkeypatch.setattr(HostMatcher, "follow", stop)
+    match_on_host(monkeypatch)
+    how = [SamplingParams(regex=regex, max_new_tokens=9) for regex in ("[a-z]+", "[a-z]{9}", "[a-z]{1,9}")]
+    bad, good, other = toy_engine(speculation=NGRAM).generate([[3, 4]] * 3, how)
+    assert (bad.finish_reason, len(bad.token_ids)) == ("error", 3)
+    assert bad.error == "llguidance cannot go on with its grammar: ParserTooComplex"
+    assert {good.finish_reason, other.finish_reason} <= {"stop", "length"}
+
+
+@pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("drafter", ["model", "eagle-tree"])
-def test_ranks_carry_grammars(targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
+def test_ranks_carry_grammars(targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str, on_host: bool) -> None:
+    if on_host:
+        match_on_host(monkeypatch)
     params = SamplingParams(max_new_tokens=10, regex="(?:[@-S]{2}[T-d]|[T-d])+", temperature=0.8, seed=2)
     greedy = SamplingParams(max_new_tokens=10, regex="[@-d]{2}(?:[D-GL-Oab]|_)*")
     prompts, how = targets.prompts("llama"), [params, greedy] * 3
@@ -135,7 +204,8 @@ def test_logprobs_are_those_of_the_model(toy: Any, toy_engine: Callable[..., Eng
         ({"regex": 3}, "regex=3: use a regular expression"),
         ({"regex": "(a|b)*a(a|b){16}"}, "regex=.*: its automaton has more than 16000 states"),
         ({"regex": "A"}, "regex='A': no sequence of the tokens of this vocabulary matches it"),
-        ({"json_schema": {"oneOf": [{"const": 1}] * 2}}, "json_schema=.*: #/oneOf: schemas 0 and 1 may accept"),
+        ({"json_schema": {"oneOf": [{"multipleOf": 3}, {}]}}, "json_schema=.*: #/oneOf has a schema whose opposite"),
+        ({"json_schema": {"contains": {}}}, "json_schema=.*: llguidance .* cannot compile it: Unimplemented keys"),
         ({"json_schema": "{"}, "json_schema='{': is not JSON"),
         ({"json_schema": 3}, "json_schema=3: use a JSON schema"),
         ({"json_schema": {"a": object()}}, "json_schema=.*: use a JSON schema"),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from lossless import LONGER, Case, target_logits
 from naive_choice import allowed_tokens, chosen
+from on_host import match_on_host
 from stand_ins import fake_graphs, late_results, random_draft_lengths
 from targets import SPECULATIONS, Targets
 from watched_calls import Watch
@@ -16,7 +17,6 @@ from watched_calls import Watch
 from specbatch import Completion, SamplingParams
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.engine.device.step import DecodeStep
-from specbatch.engine.requests.prompt_reader import PromptReader
 
 # Letters are @ to d; B is the end token, and most tokens are followed by the next of their four.
 _HOW: tuple[dict[str, Any], ...] = (
@@ -79,18 +79,6 @@ def test_tokens_are_those_of_one_at_a_time(
         _check_match(one, params)
     if case.keeps_seeds:
         assert [one.token_ids for one in sampled] == _sampled(targets, case.target)
-
-
-def match_on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have llguidance match regular expressions. Every other one, so that batches have both."""
-
-    def compiled(reader: PromptReader, regex: str) -> Any:
-        if len(regex) % 2:
-            return on_device(reader, regex)
-        return reader._host_vocabulary.compile(f'%llguidance {{"no_forcing": true}}\nstart: /{regex}/')
-
-    on_device = PromptReader._compiled_regex
-    monkeypatch.setattr(PromptReader, "_compiled_regex", compiled)
 
 
 class Proposed(NamedTuple):

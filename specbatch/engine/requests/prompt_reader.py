@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specbatch.core.device_batch import MOST_END_TOKENS
@@ -26,15 +26,21 @@ class PromptReader:
     end_tokens   ids that end an answer of this model
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: ModelConfig, caps: Mapping[str, Any]) -> None:
-        """config: of the target; caps: of the engine."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        config: ModelConfig,
+        caps: Mapping[str, Any],
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """config: of the target; caps: of the engine; log: called with what a user should know of a grammar."""
         self._tokenizer = tokenizer
         self._vocabulary = config.vocab_size
         self._hidden = config.hidden_size
         self._caps = caps
         self._spellings: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
         self.end_tokens = frozenset(token for token in tokenizer.eos_ids if token < self._vocabulary)
-        self._compiler = Compiler(tokenizer.token_bytes, self.end_tokens, self._vocabulary, CELLS)
+        self._compiler = Compiler(tokenizer.token_bytes, self.end_tokens, self._vocabulary, CELLS, log)
 
     def read(self, prompt: Prompt, params: SamplingParams, index: int) -> EmbeddedPrompt:
         """The tokens of a prompt. Raises SpecbatchError, with its index, if it cannot run."""
