@@ -24,8 +24,9 @@ class HostVocabulary:
     def __init__(self, tokens: Sequence[bytes | None], ends: Collection[int], vocabulary: int) -> None:
         """tokens: the bytes of each, None for those that may not be part of a text; ends: end tokens; vocabulary:
         number of ids of the model."""
-        texts = [*tokens[:vocabulary], *[None] * (vocabulary - len(tokens))]
-        special = [token for token, text in enumerate(texts) if not text or token in ends]
+        given = [*tokens[:vocabulary], *[None] * (vocabulary - len(tokens))]
+        special = [token for token, text in enumerate(given) if not text or token in ends]
+        texts = [text or b"" for text in given]
         for token in special:
             texts[token] = b"<%d>" % token
         found = TokenizerWrapper(_Tokens(texts, special, min(ends)))

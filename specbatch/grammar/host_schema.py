@@ -49,12 +49,12 @@ def _mended(value: Any) -> Any:
         return value
     found = {key: each if key in ("const", "enum") and _check(each) else _mended(each) for key, each in value.items()}
     for open_bound, closed, sign in (("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1)):
-        bound = found.get(open_bound)
-        if is_number(bound) and bound == int(bound) and abs(bound) < _LARGE:
-            near = bound + sign * _NEAR
-            given = found.get(closed)
-            found[closed] = near if not is_number(given) else max(near, given) if sign > 0 else min(near, given)
+        bound, others = found.get(open_bound), [found[closed]] if is_number(found.get(closed)) else []
+        if bound is True:  # of draft 4
+            bound, others = found.get(closed), []
+        if isinstance(bound, int | float) and is_number(bound) and bound == int(bound) and abs(bound) < _LARGE:
             del found[open_bound]
+            found[closed] = (max if sign > 0 else min)(bound + sign * _NEAR, *others)
     return found
 
 

@@ -260,3 +260,21 @@ def test_a_number_without_a_fraction_is_an_integer(schema: str, good: list[str],
         assert accepts(grammar, text)
         jsonschema.validate(json.loads(text), json.loads(schema))
     assert not [text for text in bad if accepts(grammar, text)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "draft 4", "merged"])
+def test_exclusive_bounds_on_the_host(kind: str) -> None:
+    """Where both bounds are in the same unit, llguidance 1.9.1 accepts a whole exclusive one."""
+    for low, high in itertools.product((-2, -1, -0.5, 0, 0.5, 1, 10), (-1, -0.25, 0, 0.25, 0.5, 1.5, 2, 10.5)):
+        if low >= high:
+            continue
+        exclusive = {"exclusiveMinimum": low}, {"exclusiveMaximum": high}
+        if kind == "draft 4":
+            exclusive = {"minimum": low, "exclusiveMinimum": True}, {"maximum": high, "exclusiveMaximum": True}
+        schema = {"type": "number"} | exclusive[0] | exclusive[1]
+        if kind == "merged":
+            schema = {"type": "number", "allOf": list(exclusive)}
+        grammar = compiled({"type": "array", "items": schema, "contentSchema": {}, "allOf": [{"minItems": 1}]})
+        assert isinstance(grammar, HOST)
+        for value in (low, high, (low + high) / 2, low - 1, high + 1):
+            assert accepts(grammar, json.dumps([value])) == (low < value < high)
