@@ -54,7 +54,7 @@ def _mended(value: Any) -> Any:
             bound, others = found.get(closed), []
         if isinstance(bound, int | float) and is_number(bound) and bound == int(bound) and abs(bound) < _LARGE:
             del found[open_bound]
-            found[closed] = (max if sign > 0 else min)(bound + sign * _NEAR, *others)
+            found[closed] = (max if sign > 0 else min)([bound + sign * _NEAR, *others])
     return found
 
 
