@@ -229,7 +229,7 @@ def _of_requests(found: list[Drafting], completions: Sequence[Completion], grown
         "untrimmed_accept_rate": right / proposed if proposed else None,
     }
     counts = sum_lists(list(one.accepted_histogram) for one in found)
-    complete = sum(counts) == with_drafts and any(counts[1:])
+    complete = sum(counts) == with_drafts and len(counts) > 1
     reached = [sum(counts[place:]) for place in range(1, len(counts))]
     acceptance = {"verifies": with_drafts, "accepted": reached} if complete else None
     verifies, emitted = sum(one.verify_steps for one in ended), sum(one.emitted for one in ended)
