@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Option
 
-from specbatch.cli.configs import configured, engine_of_table, tables_of
+from specbatch.cli.configs import KEYS, configured, engine_of_table, tables_of, word_tables
 from specbatch.cli.flags import in_keys
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.output import say
@@ -94,7 +94,9 @@ def configured_with_servers(
     if not configs.endswith(SUFFIXES):
         return dict(configured(engine, configs, **settings))
     found: dict[str, EngineConfig | Server] = {}
-    for name, changes in tables_of(engine, configs).items():
+    tables = tables_of(engine, configs)
+    word_tables(configs, tables)
+    for name, changes in tables.items():
         where = f"{configs}: {name}"
         if (server := _server_of_table(changes, engine, thinking, where)) is not None:
             found[name] = server
@@ -141,4 +143,4 @@ def _server_of_table(
         usual = {"base_url": "", "tokenizer": engine.tokenizer, "thinking": thinking}
         return Server(**usual | own, speculation=speculation)
     except SpecbatchError as error:
-        raise refuse("configs", where, in_keys(error, ("base_url", "api_key_env", *_TYPES, *_DESCRIBING))) from error
+        raise refuse("configs", where, in_keys(error, KEYS)) from error
