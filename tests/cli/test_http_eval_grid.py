@@ -90,6 +90,12 @@ def test_a_server_that_is_not_there_is_left_out(tiny: Any, server: EngineServer)
     result = evaluate(tiny, "--concurrency", 1, exit_code=1)
     assert "rival: left out, " in result.stdout
     assert [*rows()] == [(1, "baseline")]
+    with serving_engine(server) as url:  # its address is corrected
+        grid(OURS, of("rival", url))
+        assert "1 of 2 points are finished" in evaluate(tiny, "--concurrency", 1).stderr
+        grid(OURS, of("rival", "http://127.0.0.1:9"))
+        assert "is of an evaluation with another" in evaluate(tiny, "--concurrency", 1, exit_code=2).stderr
+    assert [*rows()] == [(1, "baseline"), (1, "rival")]
 
 
 def test_each_of_servers_that_are_not_there_has_one_line(tiny: Any, server: EngineServer) -> None:
