@@ -260,6 +260,7 @@ def test_without_counters_the_reason_is_kept(serve):
     assert record.metrics["accept_length"] is None
     assert "the server has no /metrics" in record.counters["no_accept_length"]
     assert "--metrics (llama.cpp)" in record.counters["no_accept_length"]
+    assert record.counters["no_accept_length"].endswith("--per-request-spec-decode-metrics detailed")
     _, record = run(serve(Script(metrics=lambda script: "process_cpu_seconds_total 7\n")))
     assert record.counters["no_accept_length"] == "/metrics has no counter of drafts: no speculation"
     _, record = run(serve(Script(metrics=lambda script: "vllm:spec_decode_num_drafts_total 7\n")))
