@@ -85,11 +85,17 @@ def test_requests_that_were_asked_again_are_noted(tiny: Any, server: EngineServe
     assert "FAILED" not in Path("out/summary.md").read_text()
 
 
-def test_a_server_that_is_not_there_is_left_out(tiny: Any, server: EngineServer) -> None:
+def test_a_server_that_is_not_there_is_left_out(tiny: Any, server: EngineServer, no_plots: None) -> None:
     grid(OURS, of("rival", "http://127.0.0.1:9"))
     result = evaluate(tiny, "--concurrency", 1, exit_code=1)
     assert "rival: left out, " in result.stdout
     assert [*rows()] == [(1, "baseline")]
+    call("report", "out")
+    page = Path("out/report/report.html").read_text()
+    assert "<h1>Evaluation of " in page
+    assert "<h2>Scores</h2>" in page
+    assert "<li>rival: base-url=&#39;http://127.0.0.1:9&#39;: no answer from" in page
+    assert "UNFINISHED" not in page
     with serving_engine(server) as url:  # its address is corrected
         grid(OURS, of("rival", url))
         assert "1 of 2 points are finished" in evaluate(tiny, "--concurrency", 1).stderr

@@ -251,7 +251,7 @@ base-url = "{vllm}"
 """
 
 
-def test_servers_and_engines_in_the_same_rounds(run, tmp_path):
+def test_servers_and_engines_in_the_same_rounds(run, tmp_path, no_plots):
     """One table over this engine and two servers, whose prompts are made with this engine's tokenizer."""
     with rival(Rival("sglang", ((3, 2), (3, 0)))) as sglang, rival(Rival("vllm")) as vllm:
         (tmp_path / "grid.toml").write_text(GRID.format(sglang=sglang, vllm=vllm))
@@ -277,6 +277,11 @@ def test_servers_and_engines_in_the_same_rounds(run, tmp_path):
     assert "Acceptance by the servers' own counts" in summary
     assert "TOKENS DIFFER: configurations generated other answers than ours to the same greedy prompts" in summary
     assert not any(text in summary for text in ("NO DRAFTS", "SPECULATES", "No accept length", "FP8 activations"))
+    assert run("report", tmp_path / "out").exit_code == 0
+    page = (tmp_path / "out/report.html").read_text()
+    assert "<caption>Acceptance by the servers&#39; own counts</caption>" in page
+    assert "<h1>Sweep of " in page
+    assert "<h2>Scores</h2>" not in page
     both = run("compare", tmp_path / "out/ours", tmp_path / "out/vllm")
     assert both.exit_code == 0, both.output
 
