@@ -147,8 +147,8 @@ def test_fields_that_change_nothing_are_accepted(read, neutral):
         ),
         (
             CHAT,
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
-            'body.response_format="{\\"not\\": {}}": #/not is not supported; add a type',
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"contains": {}}}}},
+            'body.response_format="{\\"contains\\": {}}": llguidance',
         ),
         (CHAT, {"response_format": {"type": "json_schema"}}, "body.response_format"),
         (CHAT, {"frequency_penalty": 2.5}, "body.frequency_penalty=2.5: use a number from -2 to 2"),

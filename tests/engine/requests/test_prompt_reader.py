@@ -5,13 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from watched_calls import Watch
 
-from specbatch import SamplingParams, SpecbatchError
-from specbatch.engine.requests import prompt_reader
-from specbatch.engine.requests.prompt_reader import PromptReader, check_size
-from specbatch.text.tokenizer import ByteTokenizer
-from specbatch.weights.opening import open_checkpoint
+from specbatch import SpecbatchError
+from specbatch.engine.requests.prompt_reader import check_size
 
 
 def caps(pages: int = 50, slots: int = 1) -> dict[str, Any]:
@@ -39,14 +35,3 @@ def test_a_pool_too_small_for_a_request_is_refused() -> None:
         check_size(caps(pages=8, slots=3), 20, 7, 0)
     with pytest.raises(SpecbatchError, match="kv_pages=8: the prompt with its output needs 9"):
         check_size(caps(pages=8, slots=3), 20, 7, None)
-
-
-def test_a_grammar_that_is_refused_is_compiled_once(watch: Watch) -> None:
-    """Of a job with an expression that takes seconds to compile every row is checked."""
-    compiled = watch(prompt_reader, "compile_regex", before=lambda regex: regex)
-    reader = PromptReader(ByteTokenizer(257), open_checkpoint("toy", "dummy").config, caps())
-    for row in range(3):
-        for regex in ("(a|b)*a(a|b){17}", "(a|b)*a(a|b){16}"):
-            with pytest.raises(SpecbatchError, match="more than 16000 states"):
-                reader.check([5], SamplingParams(regex=regex, max_new_tokens=5), row)
-    assert compiled == ["(a|b)*a(a|b){17}", "(a|b)*a(a|b){16}"]
