@@ -120,9 +120,9 @@ def _other_properties(name: str, schema: Schema, names: Collection[str], inner: 
     if name == "properties":
         pairs = list(own.items())
     elif name == "patternProperties":
-        pairs = [(key, each) for pattern, each in patterns.items() for key in names if _matches(pattern, key)]
+        pairs = [(key, each) for pattern, each in patterns.items() for key in names if _matches(pattern, key, False)]
     else:
-        others = [key for key in names if key not in own and not any(_matches(each, key) for each in patterns)]
+        others = [key for key in names if key not in own and not any(_matches(each, key, True) for each in patterns)]
         pairs = [(key, schema[name]) for key in others]
     parts = [(key, inner(each)) for key, each in sorted(pairs, key=lambda pair: pair[0])]
     refused = [
@@ -132,12 +132,12 @@ def _other_properties(name: str, schema: Schema, names: Collection[str], inner: 
     return Negation(any_schema(refused), name == "properties" and all(part.is_exact for _, part in parts))
 
 
-def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches; true for what Python cannot parse."""
+def _matches(pattern: str, name: str, otherwise: bool) -> bool:
+    """Whether a pattern matches. otherwise: for what Python cannot parse."""
     try:
         return re.search(pattern, name) is not None
     except re.error:
-        return True
+        return otherwise
 
 
 def _other_types(kinds: list[Any]) -> Negation:

@@ -25,6 +25,7 @@ _INNER = ("additionalItems", "additionalProperties", "contains", "else", "if", "
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _MAPS = ("dependentSchemas", "patternProperties", "properties")
 _MOST_WORK = 50_000  # schemas that are followed or compared
+_OTHERS = {"type": ["boolean", "null", "number", "object", "string"]}  # values that are no arrays
 _MOST_UNIQUE = 4  # values of items that are unique
 
 
@@ -148,6 +149,11 @@ class _Rewrite(_Visit):
         if "not" in schema:
             given = schema.pop("not")
             self._limit(schema, negated(given, _property_names(schema), self._resolved), f"{place}/not")
+        discriminator = schema.get("discriminator")
+        if isinstance(discriminator, dict) and isinstance(name := discriminator.get("propertyName"), str):
+            for key in {"anyOf", "oneOf"} & schema.keys():  # OpenAPI requires it in each of their schemas
+                if isinstance(schema[key], list):
+                    schema[key] = [_requiring(name, self._resolved(each)) for each in schema[key]]
         if isinstance(schema.get("oneOf"), list):
             given = schema.pop("oneOf")
             self._limit(schema, self._one_of(given, schema, place), f"{place}/oneOf")
@@ -181,10 +187,6 @@ class _Rewrite(_Visit):
 
     def _one_of(self, given: list[Any], beside: dict[str, Any], place: str) -> Negation:
         """What is accepted by one of the given schemas alone. beside: the schema that has them, without them."""
-        discriminator = beside.get("discriminator")
-        if isinstance(discriminator, dict) and isinstance(name := discriminator.get("propertyName"), str):
-            # OpenAPI requires it in each of them.
-            given = [_requiring(name, self._resolved(schema)) for schema in given]
         overlaps: dict[int, list[int]] = {n: [] for n in range(len(given))}
         for (n, one), (m, other) in itertools.combinations(enumerate(given), 2):
             if not are_disjoint([one, other, beside], lambda ref: self._target(ref, place), self._spend):
@@ -211,7 +213,7 @@ class _Rewrite(_Visit):
                 itertools.permutations(values, count) for count in range(len(values) + 1)
             )
             kinds = {"type": items["type"]} if "type" in items else {}
-            self._add(schema, {"anyOf": [_exactly(order, kinds) for order in orders]})
+            self._add(schema, {"anyOf": [_OTHERS, *(_exactly(order, kinds) for order in orders)]})
         else:
             raise SchemaError(
                 f"{place}/uniqueItems needs items with an enum of at most {_MOST_UNIQUE} values; leave it out"

@@ -143,6 +143,15 @@ def nested(depth: int) -> dict[str, Any]:
             ['{"x": null}'],
         ),
         ({"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True}, ["[]", "[3,1,2]"], ["[1,1]", "[4]"]),
+        ({"items": {"enum": [1, 2, 3]}, "uniqueItems": True}, ["[]", "[3,1]", '"a"', "{}"], ["[1,1]", "[4]"]),
+        (
+            {
+                "anyOf": [{"properties": {"a": {"const": 1}}}, {"properties": {"a": {"const": "b"}}}],
+                "discriminator": {"propertyName": "a"},
+            },
+            ['{"a":1}', '{"a":"b"}'],
+            ['{"a":"c"}'],
+        ),
         ({"type": "array", "items": {"type": "string"}, "uniqueItems": True, "maxItems": 1}, ['["a"]'], ['["a","b"]']),
         (nested(1), ['{"a":{"a":"x"}}', '{"b":1}'], ["3", '{"a":{}}', '{"a":{"a":3}}']),
     ],
