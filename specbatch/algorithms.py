@@ -55,8 +55,8 @@ class Algorithm:
 
     module          the module with its `plan` function
     default_tokens  length of the drafted chain when no shape is configured, as published: SGLang drafts 3 tokens with a
-                    model or head, vLLM's prompt lookup examples 4, DFLASH and DFlash 2 a block of 16
-                    with the root, DSpark a block of 7, P-EAGLE 7 as in vLLM's benchmarks at one request
+                    model or head, vLLM's prompt lookup examples 4, DSpark a block of 7, all others that fill a block
+                    one of 16 with the root, P-EAGLE 7 as in vLLM's benchmarks at one request
     tree            how a tree gets its candidates: "expanded" gives each of `topk` nodes of a step `topk` children,
                     "block" does so with the tokens of a block that is filled in one pass, "merged" joins `topk`
                     continuations of `steps` tokens, None means that only chains are drafted
@@ -195,9 +195,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         default_tokens=15,
         tree="block",
         draft=_BLOCK_DRAFT,
-        published=Published(
-            ("DFlashDraftModel", *_DEEPSPEC), ("dflash", "dspark"), has="neither Markov head nor selector"
-        ),
+        published=Published(("DFlashDraftModel", *_DEEPSPEC), ("dflash", "dspark"), has="no head of its own"),
         settings=("draft_quantization",),
         training=Training("specbatch.training.dflash", {"draft_layers": 2, "block_size": 8, "anchors": 16}),
         in_vllm={"method": "dflash"},
@@ -228,6 +226,19 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         in_vllm={"method": "dspark"},
         in_sglang="DSPARK",
+    ),
+    "xpress": Algorithm(
+        "specbatch.drafters.xpress",
+        default_tokens=15,
+        tree="block",
+        draft=_BLOCK_DRAFT,
+        published=Published(("Qwen3XPressModel",), has="a refiner"),
+        settings=("draft_quantization",),
+        training=Training(
+            "specbatch.training.xpress",
+            {"draft_layers": 2, "block_size": 8, "anchors": 16, "refiner_rank": 256, "token_weight": 0.1},
+        ),
+        in_vllm={"method": "dflash"},
     ),
 }
 

@@ -46,6 +46,7 @@ from specbatch.models.formats.format import Format
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
 from specbatch.models.heads.dspark import DSparkConfig
+from specbatch.models.heads.xpress import XPressConfig
 from specbatch.records import low_acceptance
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
@@ -238,6 +239,10 @@ TOY_BLOCKS: dict[str, tuple[type[DFlashConfig], dict[str, Any]]] = {
         f"toy-block-{kind}": (DSparkConfig, _MARKOV | {"markov_head_type": kind})
         for kind in ("vanilla", "gated", "rnn")
     },
+    "toy-block-refiner": (
+        XPressConfig,
+        {"architectures": ["Qwen3XPressModel"], "xpress_rank": 6, "xpress_mlp_hidden": 10, "xpress_num_passes": 4},
+    ),
     "toy-block-selector": (
         DFlash2Config,
         {"architectures": ["DFlash2DraftModel"], "dflash_config": TOY_BLOCK["dflash_config"] | _SELECTOR},

@@ -123,7 +123,7 @@ class DFlashTree(DFlashDrafter):
         self._shape = shape
 
     def propose(self, step: StepInput) -> Proposal:
-        drafts, ancestors = self._expand(*self._fill(step), draft_states(step, self._model.config.vocab_size))
+        drafts, ancestors = self._expand(step, *self._fill(step), draft_states(step, self._model.config.vocab_size))
         return Proposal(drafts, step.batch.filled(self._shape.tokens, step.slots), ancestors=ancestors)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
@@ -134,7 +134,7 @@ class DFlashTree(DFlashDrafter):
         super().update(step, features._replace(aux=ordered), accepted, None)
 
     def _expand(
-        self, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
+        self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tree of a block, as `expand_given` returns it, from its hidden states [B, rows, H] after roots int64
         [B]."""

@@ -52,7 +52,7 @@ class DFlash2Tree(DFlashTree, DFlash2Drafter):
     token."""
 
     def _expand(
-        self, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
+        self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model, (steps, topk, _) = self._selector, self._shape
         candidates = self._candidates(hidden, steps)

@@ -105,6 +105,9 @@ class Recipe:
     selector_rank: int | None = setting(
         None, f"{_takers('selector_rank')}: rank of the selector. {_default('selector_rank')}.", whole(1, 4096)
     )
+    refiner_rank: int | None = setting(
+        None, f"{_takers('refiner_rank')}: rank of the refiner. {_default('refiner_rank')}.", whole(1, 4096)
+    )
 
     def __post_init__(self) -> None:
         if self.algorithm not in HEADS:

@@ -38,7 +38,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Reference:
-    """Hidden states and logits of a block in float64: no cache, nothing fused, the config's raw keys."""
+    """Hidden states and logits of a block in float64: no cache, nothing fused, the config's raw keys.
+
+    predecessor: the token before the anchor, which some drafts read
+    """
+
+    predecessor = 0
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor], target: Decoder) -> None:
         self.config = config | config["dflash_config"]
@@ -159,10 +164,10 @@ class Run:
 
     def all_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, n, V] of drafts [B, n], each given those before it, by the reference."""
-        found = [
-            self.by_reference.logits(own[: len(text) - 1], text[-1], self.count, drafts)
-            for own, text, drafts in zip(self.features, self.here.texts, tokens.tolist(), strict=True)
-        ]
+        found = []
+        for own, text, drafts in zip(self.features, self.here.texts, tokens.tolist(), strict=True):
+            self.by_reference.predecessor = text[-2]
+            found.append(self.by_reference.logits(own[: len(text) - 1], text[-1], self.count, drafts))
         return torch.stack(found).masked_fill(self.unknown, -math.inf)
 
     def step(self, accepted: list[int], count: int | None = None) -> float:

@@ -26,7 +26,7 @@ GRAPHS = {
 }
 MEMORY = ("roomy", "tight", "shared", "no-cache")
 # Trees reserve so many slots that few requests run at a time, and short texts never need another page.
-RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark")
+RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark", "xpress")
 
 # Quick tests have their algorithm, and what is added to it, in other pairs.
 REPEATED = ("eagle3-auto", "peagle-auto", "eagle3-corpus-budget", "mtp-budget", "dflash-budget", "dflash-corpus")

@@ -448,6 +448,8 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 3},
     "dspark-budget": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 4, "verify_budget": 3},
     "dspark-tree": {"algorithm": "dspark", "draft": "dummy", **_TREE},
+    "xpress": {"algorithm": "xpress", "draft": "dummy", "draft_tokens": 3},
+    "xpress-tree": {"algorithm": "xpress", "draft": "dummy", **_TREE},
     "dspark-block-auto": {
         "algorithm": "dspark", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3, "verification": "block",
     },

@@ -65,4 +65,12 @@ TRAINED = {
         | {"confidence_head.proj.bias"},
         loss_falls_to=0.8,  # that of a confidence head cannot fall to 0
     ),
+    "xpress": Trained(
+        {"draft_layers": 1, "block_size": 5, "refiner_rank": 8, "steps": 40},
+        {"xpress_head.mix.L"}
+        | weights("", "fc", "hidden_norm", "norm")
+        | weights("layers.0.", *NORMED)
+        | weights("xpress_head.", "w1", "w2", "down_h", "down_g", "in_proj")
+        | weights("xpress_head.mlp.", "gate_proj", "up_proj", "down_proj"),
+    ),
 }

@@ -46,7 +46,7 @@ def test_names_and_shapes_are_those_of_published_files() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         SMALL | {"architectures": ["DFlashDraftModel"]},
-        "algorithm='dflash2': .* neither Markov head nor selector; use 'dfl",
+        "algorithm='dflash2': .* no head of its own; use 'dfl",
     ),
     ({"speculators_model_type": "dflash2"}, "speculators_model_type='dflash2'"),
     (changed(conv_group_size=24), "conv_group_size=24: it must divide hidden_size=64"),
