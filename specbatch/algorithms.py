@@ -110,6 +110,13 @@ def _names_mask_token(config: Mapping[str, Any]) -> bool:
     return any(config.get(key) is not None for key in keys)
 
 
+def _projector(config: Mapping[str, Any]) -> Any:
+    """What a block draft has besides its layers, as SpecForge names it."""
+    inside = config.get("dflash_config")
+    found = inside.get("projector_type") if isinstance(inside, Mapping) else None
+    return config.get("projector_type") if found is None else found
+
+
 _MTP = Algorithm(
     "specbatch.drafters.mtp",
     default_tokens=3,
@@ -226,6 +233,37 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         in_vllm={"method": "dspark"},
         in_sglang="DSPARK",
+    ),
+    "domino": Algorithm(
+        "specbatch.drafters.domino",
+        default_tokens=15,
+        tree="block",
+        root_drafts=True,
+        draft=_BLOCK_DRAFT,
+        published=Published(
+            ("DFlashDraftModel", "DominoDraftModel"),
+            is_own=lambda config: _projector(config) == "domino",
+            has="a GRU over the block",
+        ),
+        settings=("draft_quantization",),
+        training=Training(
+            "specbatch.training.domino",
+            {"draft_layers": 2, "block_size": 8, "anchors": 16, "gru_size": 1024, "correction_rank": 256},
+        ),
+        in_sglang="DFLASH",
+    ),
+    "lilicorr": Algorithm(
+        "specbatch.drafters.lilicorr",
+        default_tokens=15,
+        tree="block",
+        draft=_BLOCK_DRAFT,
+        published=Published(("LiLiCorrDraftModel",), has="a LiLiCorr head"),
+        settings=("draft_quantization",),
+        training=Training(
+            "specbatch.training.lilicorr", {"draft_layers": 2, "block_size": 8, "anchors": 16, "lattice_width": 1024}
+        ),
+        in_vllm={"method": "dflash"},
+        in_sglang="DFLASH",
     ),
     "xpress": Algorithm(
         "specbatch.drafters.xpress",

@@ -45,7 +45,9 @@ from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.format import Format
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
+from specbatch.models.heads.domino import DominoConfig
 from specbatch.models.heads.dspark import DSparkConfig
+from specbatch.models.heads.lilicorr import LiLiCorrConfig
 from specbatch.models.heads.xpress import XPressConfig
 from specbatch.records import low_acceptance
 
@@ -232,6 +234,11 @@ TOY_BLOCK: dict[str, Any] = {
 
 _MARKOV = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "enable_confidence_head": False}
 _SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
+_GRU = {"projector_type": "domino", "pure_draft_prefix_len": 1, "gru_hidden_dim": 8, "emb_dim": 6, "shift_label": True}
+_LATTICE = {
+    "lilicorr_candidate_topk": 5, "lilicorr_hidden_size": 12, "lilicorr_num_layers": 2, "lilicorr_num_heads": 2,
+    "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 8, "lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 40.0,
+}  # fmt: skip
 TOY_BLOCKS: dict[str, tuple[type[DFlashConfig], dict[str, Any]]] = {
     "toy-block": (DFlashConfig, {}),
     "toy-block-34": (DFlashConfig, {}),
@@ -242,6 +249,14 @@ TOY_BLOCKS: dict[str, tuple[type[DFlashConfig], dict[str, Any]]] = {
     "toy-block-refiner": (
         XPressConfig,
         {"architectures": ["Qwen3XPressModel"], "xpress_rank": 6, "xpress_mlp_hidden": 10, "xpress_num_passes": 4},
+    ),
+    "toy-block-gru": (
+        DominoConfig,
+        {"dflash_config": TOY_BLOCK["dflash_config"] | _GRU},
+    ),
+    "toy-block-lattice": (
+        LiLiCorrConfig,
+        {"architectures": ["LiLiCorrDraftModel"], "dflash_config": TOY_BLOCK["dflash_config"] | _LATTICE},
     ),
     "toy-block-selector": (
         DFlash2Config,

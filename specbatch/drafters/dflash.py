@@ -46,6 +46,9 @@ class DFlashDrafter(NoDraft):
         self._cache = cache
         self._rows = count if model.config.from_anchor else count + 1
 
+    def reserve(self, slots: int) -> None:
+        """Allocate what is kept for each slot of the batch. Called once, before anything else."""
+
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         context = self._context(features)
         write_context_kv(
@@ -202,9 +205,9 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
     def build(model: Decoder, loader: Loader) -> DFlashDrafter:
         own = parts.network(loader.draft_reader(shape.with_drafts(count), draft.tensor), model, loader.max_positions)
         cache = loader.cache(own.config, shape.num_layers, "draft")
-        if not is_tree:
-            return parts.drafter(own, cache, count)
-        return parts.tree(own, cache, asked.shape)
+        drafter = parts.tree(own, cache, asked.shape) if is_tree else parts.drafter(own, cache, count)
+        drafter.reserve(loader.page_table.shape[0])
+        return drafter
 
     return DraftPlan(
         build,

@@ -59,7 +59,7 @@ class XPressDrafter(DSparkDrafter):
     def _begin(
         self, step: StepInput, hidden: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        rows, base, _ = super()._begin(step, hidden, count)
+        _rows, base, _state = super()._begin(step, hidden, count)
         fixed = self._network.refiner.fixed(hidden).transpose(0, 1)
         anchor = self._network.places(fixed[0], _before(step))
         return fixed[1 : count + 1].contiguous(), base, anchor

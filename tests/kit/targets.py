@@ -448,6 +448,11 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 3},
     "dspark-budget": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 4, "verify_budget": 3},
     "dspark-tree": {"algorithm": "dspark", "draft": "dummy", **_TREE},
+    "domino": {"algorithm": "domino", "draft": "dummy", "draft_tokens": 3},
+    "domino-tree": {"algorithm": "domino", "draft": "dummy", **_TREE},
+    "lilicorr": {"algorithm": "lilicorr", "draft": "dummy", "draft_tokens": 3},
+    "lilicorr-tree": {"algorithm": "lilicorr", "draft": "dummy", **_TREE},
+    "lilicorr-auto": {"algorithm": "lilicorr", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3},
     "xpress": {"algorithm": "xpress", "draft": "dummy", "draft_tokens": 3},
     "xpress-tree": {"algorithm": "xpress", "draft": "dummy", **_TREE},
     "dspark-block-auto": {

@@ -43,6 +43,7 @@ class XPressConfig(DFlashConfig):
     """
 
     algorithm: ClassVar[str] = "xpress"
+    may_draft_from_anchor: ClassVar[bool] = False
 
     rank: int
     inner: int
@@ -51,8 +52,6 @@ class XPressConfig(DFlashConfig):
 
     @classmethod
     def _heads(cls, own: dict[str, Any], plain: ModelConfig) -> dict[str, Any]:
-        if own.get("sample_from_anchor"):
-            raise refuse("sample_from_anchor", own["sample_from_anchor"], "the row of the newest token drafts nothing")
         block, mixed = count_of(own, "block_size"), count_of(own, "xpress_block_size", count_of(own, "block_size"))
         if mixed != block:
             raise refuse("xpress_block_size", mixed, f"the refiner must mix the rows of a block, block_size={block}")
@@ -91,9 +90,9 @@ class XPressConfig(DFlashConfig):
 
 
 class Refiner:
-    """Adds to the logits of row k of a block a bias W2 @ (u + MLP(u)), where u = x_k + sum over j <= k of L[k, j] * x_j,
-    channel by channel. x_j = in_proj([down_h(h_j) ; down_g(mean of all h) ; w1[t]]) depends on the hidden states h of
-    the block and on the token t before row j.
+    """Adds to the logits of row k of a block a bias W2 @ (u + MLP(u)), where u is x_k + sum over j <= k of
+    L[k, j] * x_j, channel by channel. x_j = in_proj([down_h(h_j) ; down_g(mean of all h) ; w1[t]]) depends on the
+    hidden states h of the block and on the token t before row j.
 
     embedding: [vocab_size, rank], w1 with its part of in_proj applied.
     """
