@@ -130,7 +130,8 @@ class LatticeHead(nn.Module):
         out, into = (F.normalize(head(read), dim=-1, eps=self._eps) for head in (self.out_head, self.in_head))
         first = F.normalize(self.anchor_out_head(given), dim=-1, eps=self._eps)
         before = torch.cat([first[:, None, None].expand(-1, 1, count, -1), out[:, :-1]], 1)
-        return self._scale * (before @ into.transpose(-1, -2)).float()
+        scores: torch.Tensor = self._scale * (before @ into.transpose(-1, -2)).float()
+        return scores
 
 
 class LiLiCorrHead(DFlashHead):

@@ -26,11 +26,11 @@ GRAPHS = {
 }
 MEMORY = ("roomy", "tight", "shared", "no-cache")
 # Trees reserve so many slots that few requests run at a time, and short texts never need another page.
-RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark", "xpress")
+RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress")
 
 # Quick tests have their algorithm, and what is added to it, in other pairs.
 REPEATED = ("eagle3-auto", "peagle-auto", "eagle3-corpus-budget", "mtp-budget", "dflash-budget", "dflash-corpus")
-REPEATED += ("dflash-auto", "dspark-budget")
+REPEATED += ("dflash-auto", "dspark-budget", "lilicorr-auto")
 
 NEW, LONGER = 8, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)

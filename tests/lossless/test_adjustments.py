@@ -79,16 +79,9 @@ def test_tokens_are_those_of_one_at_a_time(
 
 
 # Tokens per verify where all drafts of a chain, or those on one path of a tree, are accepted.
-_ALL = dict.fromkeys(("model", "eagle", "eagle3", "peagle", "mtp", "mtp-layers", "dflash", "dspark", "xpress"), 4)
-_ALL |= {
-    "model-recurrent": 4,
-    "eagle-tree": 4,
-    "mtp-tree": 4,
-    "dflash-tree": 4,
-    "dspark-tree": 4,
-    "xpress-tree": 4,
-    "model-tree": 6,
-}
+_CHAINS = ("model", "eagle", "eagle3", "peagle", "mtp", "mtp-layers", "dflash", "dspark", "domino", "xpress")
+_TREES = ("eagle-tree", "mtp-tree", "dflash-tree", "dspark-tree", "xpress-tree")
+_ALL = dict.fromkeys((*_CHAINS, "model-recurrent", *_TREES), 4) | {"model-tree": 6}
 
 
 @pytest.mark.parametrize(("drafter", "temperature"), crossed(_ALL, [0, 1]))

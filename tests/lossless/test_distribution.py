@@ -31,6 +31,8 @@ CASES = [
     ("llama", "dflash2"),
     ("llama", "dspark"),
     ("llama", "dspark-budget"),
+    ("llama", "domino"),
+    ("llama", "lilicorr"),
     ("llama", "xpress"),
     ("qwen3.5", "mtp-budget"),
     ("llama", "dspark-block-auto"),
@@ -50,7 +52,7 @@ CONSTRAINED = [
         ("llama", "model"), ("llama", "dspark"), ("llama", "model-block"), ("qwen3.5", "mtp"), ("llama", "eagle-tree"),
         ("llama", "dflash2"), ("lfm2", "model-tree"), ("llama", "model-budget"), ("llama", "dflash"),
         ("llama", "peagle"), ("llama", "ngram"), ("qwen3.5", "mtp-layers"), ("llama", "model-corpus-auto"),
-        ("llama", "xpress"),
+        ("llama", "xpress"), ("llama", "lilicorr"), ("llama", "domino"),
     ]
 ]  # fmt: skip
 # Drafts are chosen from logits that are adjusted, too.
@@ -66,6 +68,7 @@ ADJUSTED = [
         ("llama", "model", {}), ("llama", "eagle3", {}), ("qwen3.5", "mtp", {"regex": REGEX}), ("llama", "dflash2", {}),
         ("llama", "model-block", {"regex": REGEX}), ("llama", "dflash", {}), ("llama", "eagle-tree", {}),
         ("llama", "dspark", {}), ("llama", "model-budget", {}), ("llama", "xpress", {}),
+        ("llama", "lilicorr", {}), ("llama", "domino", {}),
     ]
 ]  # fmt: skip
 

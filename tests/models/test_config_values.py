@@ -20,9 +20,12 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
+from specbatch.models.heads.domino import DominoConfig
 from specbatch.models.heads.draft_head import layer_config
 from specbatch.models.heads.dspark import DSparkConfig
 from specbatch.models.heads.eagle3 import Eagle3Config
+from specbatch.models.heads.lilicorr import LiLiCorrConfig
+from specbatch.models.heads.xpress import XPressConfig
 from specbatch.weights.folder import check_tensors
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
@@ -31,6 +34,13 @@ DFLASH = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_tar
 DFLASH2 = {"architectures": ["DFlash2DraftModel"], "conv_kernel_size": 2, "conv_group_size": 8}
 DFLASH2 |= {"selector_rank": 6, "selector_top_k": 5}
 DSPARK = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "enable_confidence_head": True}
+DOMINO = {"projector_type": "domino", "pure_draft_prefix_len": 1, "gru_hidden_dim": 6, "emb_dim": 5}
+DOMINO |= {"shift_label": True}
+LILICORR = {"architectures": ["LiLiCorrDraftModel"], "lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 12}
+LILICORR |= {"lilicorr_num_layers": 1, "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 1.5, "lilicorr_factor_dim": 6}
+LILICORR |= {"lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 3.0}
+XPRESS = {"architectures": ["Qwen3XPressModel"], "xpress_rank": 6, "xpress_topc": 5}
+READS = {"mask_token_id": 3, "target_layer_ids": [1, 2]}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 NESTED = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
 INNER = SIZES | {"model_type": "qwen3"}
@@ -52,8 +62,11 @@ READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
         | {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2, 5], "mask_token_id": 3}
         | {"draft_vocab_size": 9, "transformer_layer_config": INNER},
     ),
-    "dflash2": (DFlash2Config.from_dict, SIZES | DFLASH | DFLASH2 | {"mask_token_id": 3, "target_layer_ids": [1, 2]}),
-    "dspark": (DSparkConfig.from_dict, SIZES | DFLASH | DSPARK | {"mask_token_id": 3, "target_layer_ids": [1, 2]}),
+    "dflash2": (DFlash2Config.from_dict, SIZES | DFLASH | DFLASH2 | READS),
+    "dspark": (DSparkConfig.from_dict, SIZES | DFLASH | DSPARK | READS),
+    "domino": (DominoConfig.from_dict, SIZES | DFLASH | {"dflash_config": READS | DOMINO}),
+    "lilicorr": (LiLiCorrConfig.from_dict, SIZES | DFLASH | LILICORR | READS),
+    "xpress": (XPressConfig.from_dict, SIZES | DFLASH | XPRESS | READS),
     "eagle": (layer_config, SIZES | {"architectures": ["LlamaForCausalLMEagle"]}),
     "eagle3": (
         Eagle3Config.from_dict,

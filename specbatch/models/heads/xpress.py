@@ -114,7 +114,7 @@ class Refiner:
         """The part of x that depends on no token: [B, rows, rank] of hidden states [B, rows, H]."""
         own, mean = self._own(hidden.flatten(0, 1)), self._mean(hidden.mean(1))
         together = torch.cat([own, mean.repeat_interleave(hidden.shape[1], 0)], -1)
-        return self._joined(together).unflatten(0, hidden.shape[:2])
+        return self._joined(together).view(*hidden.shape[:2], -1)
 
     def latents(self, x: torch.Tensor, first: int) -> torch.Tensor:
         """What W2 reads in the rows from `first` on: [B, n - first, rank] of the first n rows, x [B, n, rank]."""
