@@ -68,12 +68,23 @@ ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "others extend it": tuple(
             f"specbatch/{folder}/{name}.py"
             for folder in ("drafters", "models/heads", "training")
-            for name in ("dflash2", "dspark")
+            for name in ("dflash2", "dspark", "domino", "lilicorr", "xpress")
         ),
         "keys of config.json": ("specbatch/drafters/peagle.py",),
         "a benchmark": MICROBENCHMARKS,
     },
-    "dspark": {"keys of config.json": ("specbatch/models/heads/dflash.py",)},
+    "dflash2": {
+        "LiLiCorr may have its convolutions": (
+            "specbatch/drafters/lilicorr.py",
+            "specbatch/models/heads/lilicorr.py",
+        ),
+    },
+    "dspark": {
+        "keys of config.json": ("specbatch/models/heads/dflash.py",),
+        "others choose one after the other as it does": tuple(
+            f"specbatch/{folder}/{name}.py" for folder in ("drafters", "models/heads") for name in ("domino", "xpress")
+        ),
+    },
 }
 # Family -> the same.
 FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
