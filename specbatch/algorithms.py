@@ -265,6 +265,14 @@ ALGORITHMS: dict[str, Algorithm] = {
         in_vllm={"method": "dflash"},
         in_sglang="DFLASH",
     ),
+    "uno": Algorithm(
+        "specbatch.drafters.uno",
+        default_tokens=8,
+        tree="block",
+        root_drafts=True,
+        draft="a LoRA that was made for the model (folder or hub id)",
+        needs="dense layers (Llama, Mistral, Qwen2, Qwen3)",
+    ),
     "xpress": Algorithm(
         "specbatch.drafters.xpress",
         default_tokens=15,

@@ -16,10 +16,10 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import choose_at_once, draft_states, takes_argmax
 from specbatch.drafters.head_checks import stated_drafts
-from specbatch.drafters.tree import expand_block, expand_given, likeliest
+from specbatch.drafters.tree import expand_rows
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context_kv, write_verified_kv
-from specbatch.kernels.sampling.argmax_topk import Scores, topk_logprobs
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -141,15 +141,9 @@ class DFlashTree(DFlashDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tree of a block, as `expand_given` returns it, from its hidden states [B, rows, H] after roots int64
         [B]."""
-        logits, topk, ids = self._scores(hidden, self._shape.steps, greedy=False), self._shape.topk, self._model.ids
+        logits = self._scores(hidden, self._shape.steps, greedy=False)
         assert isinstance(logits, torch.Tensor)
-        if states is None:
-            return expand_block(*topk_logprobs(logits, topk, ids), self._shape)
-
-        def children(depth: int, tokens: torch.Tensor, origin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return likeliest(logits[:, depth, None].repeat(1, tokens.shape[1], 1), topk, ids, states)
-
-        return expand_given(roots, self._shape, children, states)
+        return expand_rows(roots, logits, self._shape, self._model.ids, states)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:

@@ -453,6 +453,8 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "lilicorr": {"algorithm": "lilicorr", "draft": "dummy", "draft_tokens": 3},
     "lilicorr-tree": {"algorithm": "lilicorr", "draft": "dummy", **_TREE},
     "lilicorr-auto": {"algorithm": "lilicorr", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3},
+    "uno": {"algorithm": "uno", "draft": "dummy", "draft_tokens": 3},
+    "uno-tree": {"algorithm": "uno", "draft": "dummy", **_TREE},
     "xpress": {"algorithm": "xpress", "draft": "dummy", "draft_tokens": 3},
     "xpress-tree": {"algorithm": "xpress", "draft": "dummy", **_TREE},
     "dspark-block-auto": {

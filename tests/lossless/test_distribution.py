@@ -33,6 +33,7 @@ CASES = [
     ("llama", "dspark-budget"),
     ("llama", "domino"),
     ("llama", "lilicorr"),
+    ("llama", "uno"),
     ("llama", "xpress"),
     ("qwen3.5", "mtp-budget"),
     ("llama", "dspark-block-auto"),
@@ -53,6 +54,7 @@ CONSTRAINED = [
         ("llama", "dflash2"), ("lfm2", "model-tree"), ("llama", "model-budget"), ("llama", "dflash"),
         ("llama", "peagle"), ("llama", "ngram"), ("qwen3.5", "mtp-layers"), ("llama", "model-corpus-auto"),
         ("llama", "xpress"), ("llama", "lilicorr"), ("llama", "domino"),
+        ("llama", "uno"),
     ]
 ]  # fmt: skip
 # Drafts are chosen from logits that are adjusted, too.

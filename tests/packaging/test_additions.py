@@ -79,6 +79,7 @@ ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
             "specbatch/models/heads/lilicorr.py",
         ),
     },
+    "uno": {"an option of git": ("specbatch/records/provenance.py",)},
     "dspark": {
         "keys of config.json": ("specbatch/models/heads/dflash.py",),
         "others choose one after the other as it does": tuple(
@@ -93,7 +94,7 @@ FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
             f"specbatch/{name}.py"
             for name in (
                 "models/heads/dflash", "models/heads/dflash2", "models/heads/draft_head", "models/heads/eagle",
-                "models/heads/eagle3", "training/eagle", "training/eagle3",
+                "models/heads/eagle3", "models/heads/uno", "training/eagle", "training/eagle3",
             )
         ),
         "the dense families share a config": ("specbatch/models/config.py", "specbatch/models/layer_types.py"),

@@ -30,7 +30,7 @@ from specbatch.models.weight_reader import Reader
 _LAYERS, _BOUNDARIES = "target_layer_ids", "aux_hidden_state_layer_ids"
 ARCHITECTURE = "DFlashDraftModel"
 DEEPSPEC = ("Qwen3DSparkModel", "DSparkDraftModel")  # of DeepSpec and SpecForge
-BLOCKS = {name: entry for name, entry in ALGORITHMS.items() if entry.tree == "block"}
+BLOCKS = {name: entry for name, entry in ALGORITHMS.items() if entry.tree == "block" and entry.published.has}
 # Options of later drafts, with the values that turn them off. With an ignored option the draft would be another model.
 _OFF: dict[str, tuple[Any, ...]] = {
     "input_embedding_scale": (None, 1.0),
