@@ -84,7 +84,7 @@ def test_folder_is_read_and_checked(tmp_path: Path) -> None:
         return "\n".join(lines)
 
     text = planned(tensors, "toy")
-    assert "convolutions over 2 tokens, groups of 16 channels; a selector of rank 6 chooses from 5 tokens" in text
+    assert "convolutions over 2 tokens, groups of 16 channels\n  a selector of rank 6 chooses from 5 tokens" in text
     with pytest.raises(SpecbatchError, match="not trained for qwen3-8b: hidden_size is 64"):
         planned(tensors, "qwen3-8b")
     del tensors["layers.0.mlp_conv.base_kernel"]
