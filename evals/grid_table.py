@@ -65,6 +65,15 @@ class Grid:
         lines += [f"{', '.join(alike)}: left out, {reason}" for reason, alike in names.items()]
         return "\n\n".join(lines)
 
+    def scores(self) -> list[dict[str, str]]:
+        """The cells of each point by their heading: scores, their difference from the base, and what they are of."""
+        found = []
+        for row in self.rows():
+            cells = self._details(row)
+            cells["difference"] = _difference_text(row) if "difference" in row else "-"
+            found.append(cells)
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {

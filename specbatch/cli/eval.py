@@ -19,7 +19,7 @@ from specbatch.cli.servers import SERVER_PANEL, configured_with_servers, kind_op
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
 from specbatch.config.values import whole_numbers
-from specbatch.errors import refuse
+from specbatch.errors import about, refuse
 from specbatch.evals.options import EvalOptions, GridOptions
 from specbatch.progress.bars import progress
 from specbatch.servers.server import CONCURRENCY, Server
@@ -340,7 +340,8 @@ def _grid(
     fit: dict[str, EngineConfig | Server] = {}
     for name, config in found.items():
         seeded = replace(config, seed=engine.seed) if isinstance(config, Server) else config
-        fit[name] = with_concurrency(own[name], max(steps)) if name in own else seeded
+        with about(name):
+            fit[name] = with_concurrency(own[name], max(steps)) if name in own else seeded
     return fit, steps, left_out
 
 

@@ -89,7 +89,7 @@ class Prompt:
         if most is not None:
             refuse_longer(tokenizer, text, most)
         if self.form == "messages" and not chat_template and any(item.get("tool_calls") for item in self.value):
-            raise refuse_json("messages", self.value, "only a chat template renders tool calls; use --chat-template")
+            raise refuse_json("messages", self.value, "only a chat template renders tool calls; use chat_template=True")
         if self.form != "messages" or not chat_template:
             return tokenizer.encode(text)
         switch = {} if thinking is None else {"enable_thinking": thinking}
