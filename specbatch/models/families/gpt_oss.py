@@ -1,8 +1,8 @@
 """gpt-oss: attention with learned sinks and alternating windows; experts with biases.
 
 OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025); names, layout and defaults are those of `GptOssConfig` of
-transformers. Published checkpoints have the experts of a layer in two tensors, in MXFP4 or unquantized, with rows of gate
-and up that alternate; here all of the gate come first. Tools that quantize to other formats (llm-compressor) write each
+transformers. Published checkpoints have the experts of a layer in two tensors, in MXFP4 or unquantized, where rows of
+gate and up alternate; here all of the gate come first. Tools that quantize to other formats (llm-compressor) write each
 expert on its own, as `mlp.experts.N.gate_proj`, `up_proj` and `down_proj`, with a weight and a bias each.
 """
 
