@@ -247,8 +247,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     if difference:
         raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}); use one of its family")
     log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")
-    if draft.config.length_note is not None:
-        log(f"draft: {draft.config.length_note}")
+    if draft.config.note is not None:
+        log(f"draft: {draft.config.note}")
 
     def loaded(model: Decoder, loader: Loader) -> Decoder:
         return loader.model(draft, of_draft=True)

@@ -209,8 +209,8 @@ def _same_in_all_layers(file: GgufFile, key: str, default: int | None = None, *,
 
 
 def rename(file: GgufFile) -> dict[str, GgufTensor]:
-    """Tensors by their checkpoint names. Unknown ones are refused. Those in NVFP4 have their `scale`; `input_scale` is of
-    activations, which are not quantized here."""
+    """Tensors by their checkpoint names. Unknown ones are refused. Those in NVFP4 have their `scale`; `input_scale` is
+    of activations, which are not quantized here."""
     layout = layout_of(file)
     layer_names, of_rope = LAYER_NAMES | dict(layout.names), {_DIVISORS, *layout.rope_tensors}
     renamed = {}

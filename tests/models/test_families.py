@@ -15,8 +15,9 @@ from crossed import first_quick, slow_but
 from safetensors.torch import load_file, save_file
 from targets import SIZES as TARGET_SIZES
 from targets import TARGETS
+from thread_ranks import on_ranks
 from transformers_features import YARN_MSCALE
-from uncached import decoder_of, features_of
+from uncached import decoder_of, features_of, logits_of
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.core.embedded_prompt import EmbeddingOverrides
@@ -107,6 +108,9 @@ DENSE: dict[str, Callable[[], Any]] = {
     "gemma4-shared-values": lambda: gemma4(
         attention_k_eq_v=True, num_global_key_value_heads=1, global_head_dim=32, final_logit_softcapping=None
     ),
+    "gemma4-kv-heads": lambda: gemma4(
+        attention_k_eq_v=True, num_attention_heads=12, num_key_value_heads=4, num_global_key_value_heads=6
+    ),
     "gemma4-wide-local": lambda: gemma4(head_dim=32, attention_bias=True, tie_word_embeddings=False),
     "gemma4-e2b": lambda: gemma4(
         **PER_LAYER,
@@ -144,6 +148,9 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
         hf.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=False, decoder_sparse_step=2)
     ),
     "qwen3-next": lambda: hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**SIZES, **DELTA, **SHARED, norm_topk_prob=True)),
+    "qwen3-next-biases": lambda: hf.Qwen3NextForCausalLM(
+        hf.Qwen3NextConfig(**SIZES, **DELTA, **SHARED, attention_bias=True)
+    ),
     "qwen3.5": lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**SIZES, **DELTA)),
     "qwen3.5-moe": lambda: hf.Qwen3_5MoeForCausalLM(
         hf.Qwen3_5MoeTextConfig(**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, **DELTA, **SHARED)
@@ -183,6 +190,7 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
     "glm4-moe": lambda: glm(attention_bias=True, use_qk_norm=True, n_group=4, topk_group=2, first_k_dense_replace=1),
     "glm4-moe-plain": lambda: glm(n_shared_experts=2, norm_topk_prob=False, first_k_dense_replace=0),
     "nemotron-h": lambda: nemotron(**MAMBA),
+    "nemotron-h-biases": lambda: nemotron(**MAMBA, use_bias=True, mlp_bias=True, time_step_limit=(0.3, 0.6)),
     "nemotron-h-moe": lambda: nemotron(**SIGMOID),
     "lfm2": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**NO_EPS, **LFM, conv_bias=False)),
     "lfm2-moe": lambda: lfm_moe(),
@@ -539,3 +547,18 @@ def test_weights_of_padded_norms_are_not_rounded_again(tmp_path: Path) -> None:
     found = local.heads.k_norm
     assert found is not None
     assert torch.allclose(found[found != 0].double(), weight * (16 / 24) ** 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gemma4-kv-heads", "nemotron-h-biases", "qwen3-next-biases"])
+def test_biases_and_repeated_heads_on_two_ranks(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    theirs = FAMILIES[name]().eval().float()
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            if "bias" in key:
+                parameter.uniform_(0.5, 1.5)
+    theirs.save_pretrained(tmp_path)
+    checkpoint, tokens = open_checkpoint(str(tmp_path)), sequences(9)[0]
+    whole = logits_of(decoder_of(checkpoint), tokens)
+    for part in on_ranks(2, lambda ranks: logits_of(decoder_of(checkpoint, ranks=ranks), tokens)):
+        torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)
