@@ -176,6 +176,7 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
             rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
         )
     ),
+    "glm4-moe-lite": lambda: glm_lite(),
     "gemma4-moe": lambda: gemma4(
         enable_moe_block=True,
         num_experts=5,
@@ -262,6 +263,14 @@ def glm(**changes: Any) -> Any:
     described = SIZES | experts | {"routed_scaling_factor": 2.5} | changes
     model = hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**described))
     for layer in model.model.layers[described["first_k_dense_replace"] :]:
+        layer.mlp.gate.e_score_correction_bias.normal_()
+    return model
+
+
+def glm_lite(**changes: Any) -> Any:
+    own = {"q_lora_rank": 20, "n_shared_experts": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-3}
+    model = hf.Glm4MoeLiteForCausalLM(hf.Glm4MoeLiteConfig(**LATENT | own | changes))
+    for layer in model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias.normal_()
     return model
 
