@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 from specbatch.errors import refuse
-from specbatch.files.config_values import count_of, flag_of, positive_of, spelled, table_of, token_ids
+from specbatch.files.config_values import count_of, flag_of, positive_of, spelled, token_ids
 from specbatch.models.formats.cache_scales import cache_type
 from specbatch.models.formats.format import Format
 from specbatch.models.formats.registry import format_of
@@ -85,16 +85,11 @@ class ModelConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> ModelConfig:
         """Read a config.json. Raises SpecbatchError for a key and value that are not supported."""
-        if not config.get(KEY) and (inner := table_of(config, "text_config").get(KEY)):
-            config = config | {KEY: inner}
         other = own_reader(config)
         quantization = format_of(config, () if other is None else other.methods)
         read: ModelConfig
         if config.get(KEY):
-            plain = {key: value for key, value in config.items() if key != KEY}
-            if text := table_of(config, "text_config"):
-                plain["text_config"] = {key: value for key, value in text.items() if key != KEY}
-            read = ModelConfig.from_dict(plain)
+            read = ModelConfig.from_dict({key: value for key, value in config.items() if key != KEY})
             return replace(read, quantization=quantization, cache_type=cache_type(config[KEY]))
         if other is not None:
             read = other.from_dict(config)

@@ -571,3 +571,12 @@ def test_biases_and_repeated_heads_on_two_ranks(name: str, tmp_path: Path) -> No
     whole = logits_of(decoder_of(checkpoint), tokens)
     for part in on_ranks(2, lambda ranks: logits_of(decoder_of(checkpoint, ranks=ranks), tokens)):
         torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_defaults_of_glm4_moe_lite() -> None:
+    described = hf.Glm4MoeLiteConfig(n_shared_experts=1).to_dict() | {"architectures": ["Glm4MoeLiteForCausalLM"]}
+    stated = ("q_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_group", "topk_group", "routed_scaling_factor")
+    less = {key: value for key, value in described.items() if key not in (*stated, "mlp_layer_types")}
+    found = ModelConfig.from_dict(less)
+    assert found == ModelConfig.from_dict(described)
+    assert getattr(found, "dense_layers", None) == 1
