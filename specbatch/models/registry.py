@@ -28,6 +28,7 @@ _OTHERS = {
     "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", "deepseek", "DeepseekConfig"),
     "KimiK25ForConditionalGeneration": ("kimi_k25", "deepseek", "DeepseekConfig"),
     "Kimi_K25ForConditionalGeneration": ("kimi_k25", "deepseek", "DeepseekConfig"),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", "minimax_m2", "MiniMaxM2Config"),
     "Phi3ForCausalLM": ("phi3", "phi3", "Phi3Config"),
     "Glm4MoeForCausalLM": ("glm4_moe", "glm4_moe", "Glm4MoeConfig"),
     "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
@@ -47,7 +48,6 @@ _MISSING = {
     "MiniMaxForCausalLM": ("minimax", "lightning attention"),
     "MiniMaxText01ForCausalLM": ("minimax_text_01", "lightning attention"),
     "MiniMaxM1ForCausalLM": ("minimax_m1", "lightning attention"),
-    "MiniMaxM2ForCausalLM": ("minimax_m2", "norms of queries and keys over all heads"),
     "MiniMaxM3SparseForConditionalGeneration": ("minimax_m3_vl", _INDEXER),
     "MiniMaxM3VLForCausalLM": ("minimax_m3_vl_text", _INDEXER),
 }

@@ -111,7 +111,8 @@ class FolderCheckpoint:
         unused = [] if stored is None else [name for name in found if stored.is_unused(name)]
         scales = list(filter(is_input_scale, unused))
         if scales and log is not None:
-            works = "activations get scales as the model runs"
+            quantizes = stored is not None and stored.has_fp8_gemm
+            works = "activations get scales as the model runs" if quantizes else "activations are not quantized"
             log(f"{name}: {len(scales)} scales are not used, such as {min(scales)}: {works}")
         head = {name: shape for name, shape in found.items() if self.config.is_mtp(name)}
         spare = [name for name in found if self.config.is_spare(name)]

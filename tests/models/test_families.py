@@ -177,6 +177,10 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
         )
     ),
     "glm4-moe-lite": lambda: glm_lite(),
+    "minimax-m2": lambda: minimax(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "minimax-m2-whole-rope": lambda: minimax(num_key_value_heads=1),
     "gemma4-moe": lambda: gemma4(
         enable_moe_block=True,
         num_experts=5,
@@ -272,6 +276,14 @@ def glm_lite(**changes: Any) -> Any:
     model = hf.Glm4MoeLiteForCausalLM(hf.Glm4MoeLiteConfig(**LATENT | own | changes))
     for layer in model.model.layers[1:]:
         layer.mlp.gate.e_score_correction_bias.normal_()
+    return model
+
+
+def minimax(**changes: Any) -> Any:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24}
+    model = hf.MiniMaxM2ForCausalLM(hf.MiniMaxM2Config(**SIZES | experts | changes))
+    for layer in model.model.layers:
+        layer.mlp.e_score_correction_bias.normal_()
     return model
 
 
@@ -558,8 +570,10 @@ def test_weights_of_padded_norms_are_not_rounded_again(tmp_path: Path) -> None:
     assert torch.allclose(found[found != 0].double(), weight * (16 / 24) ** 0.5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["gemma4-kv-heads", "nemotron-h-biases", "qwen3-next-biases"])
-def test_biases_and_repeated_heads_on_two_ranks(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["gemma4-kv-heads", "nemotron-h-biases", "qwen3-next-biases", "minimax-m2", "minimax-m2-whole-rope"]
+)
+def test_biases_and_norms_and_repeated_heads_on_two_ranks(name: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
     theirs = FAMILIES[name]().eval().float()
     with torch.no_grad():

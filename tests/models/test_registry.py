@@ -70,7 +70,6 @@ def test_other_models_are_refused(config: dict[str, Any], named: str) -> None:
         ("GlmMoeDsaForCausalLM", "glm_moe_dsa", "sparse attention"),
         ("KimiLinearForCausalLM", "kimi_linear", "linear attention with a decay per channel"),
         ("MiniMaxM1ForCausalLM", "minimax_m1", "lightning attention"),
-        ("MiniMaxM2ForCausalLM", "minimax_m2", "norms of queries and keys over all heads"),
         ("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", "sparse attention"),
     ],
 )

@@ -123,7 +123,7 @@ class FP8Weights(Format):
 
 def _fine_grained(found: dict[str, Any]) -> Format:
     """What transformers calls `FineGrainedFP8Config`; without blocks, one scale per tensor."""
-    expect(found, "fmt", "e4m3", default="e4m3")
+    expect(found, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
     blocks = found.get("weight_block_size")
     if blocks is not None:
         expect(found, "weight_block_size", _BLOCKS)
