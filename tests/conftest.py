@@ -162,9 +162,16 @@ class ToyTokenizer:
     bos_id = BOS
     has_chat_template = False
     byte_tokens: dict[int, int] = {}  # noqa: RUF012
+    hidden: dict[str, int] = {"<s>": BOS, "</s>": EOS}  # noqa: RUF012
+    eos_id = EOS
 
-    def __init__(self, size: int = len(_PIECES)) -> None:
+    def __init__(self, size: int = len(_PIECES), *, foreign: bool = False) -> None:
         self.vocab_size = size
+        self._foreign = foreign  # other texts
+
+    @property
+    def shown_bytes(self) -> list[bytes | None]:
+        return [b"other " + piece if self._foreign else piece for piece in _PIECES[: self.vocab_size]]
 
     def token_bytes(self) -> list[bytes | None]:
         return [None if token in (0, BOS, EOS) else piece for token, piece in enumerate(_PIECES[: self.vocab_size])]
@@ -177,11 +184,12 @@ class ToyTokenizer:
         return b"".join(_PIECES[token] for token in ids if token not in gone).decode(errors="replace")
 
     def vocabulary(self) -> list[str]:
-        return [piece.decode(errors="backslashreplace") for piece in _PIECES[: self.vocab_size]]
+        return [("other " if self._foreign else "") + piece.decode(errors="backslashreplace")
+                for piece in _PIECES[: self.vocab_size]]  # fmt: skip
 
 
 class ToyCheckpoint:
-    """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-small" (vocabulary of 31), "toy-nan"."""
+    """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-foreign" (31 tokens of other texts), "toy-nan"."""
 
     origin = "memory"
     mtp: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
@@ -190,7 +198,7 @@ class ToyCheckpoint:
 
     def __init__(self, name: str = "toy", vocabulary: int = len(_PIECES)) -> None:
         self.name = name
-        vocabulary = 31 if name == "toy-small" else vocabulary
+        vocabulary = 31 if name == "toy-foreign" else vocabulary
         self.config = ModelConfig.from_dict(
             {
                 "architectures": ["LlamaForCausalLM"],
@@ -221,7 +229,7 @@ class ToyCheckpoint:
         return self.tensors[name]
 
     def tokenizer(self) -> ToyTokenizer:
-        return ToyTokenizer(self.config.vocab_size)
+        return ToyTokenizer(self.config.vocab_size, foreign=self.name == "toy-foreign")
 
 
 TOY_BLOCK: dict[str, Any] = {

@@ -171,7 +171,7 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
     *(
         ({"speculation": Speculation("standalone", draft=draft)}, f"draft={draft!r}", works)
         for draft, works in [
-            ("toy-small", "37 tokens and toy has 31"),
+            ("toy-foreign", "shares no text with it"),
             ("self:skip=4", "layers 0-3"),
             ("self:skip=0-3", "keep at least one"),
             ("self:skip=2-1", "self:skip=FIRST-LAST"),
