@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.jobs.thinking import CLOSE, OPEN
 from specbatch.sweeps.workload.workloads import Workload, sha256_of
+from specbatch.text.thinking import CLOSE, OPEN
 
 TEMPLATE_MARKS = (
     "<|im_start|>",

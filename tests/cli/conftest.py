@@ -37,6 +37,13 @@ class StubTokenizer:
     has_chat_template = True
     chat_template = None
     special_tokens: dict[str, str] = {}  # noqa: RUF012
+    hidden: dict[str, int] = {}  # noqa: RUF012
+
+    def vocabulary(self) -> list[str]:
+        return [*map(chr, range(256)), "<eos>"]
+
+    def template_writes(self, text: str) -> bool:
+        return False
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

@@ -24,6 +24,7 @@ class Reasoning:
     """Finds the answer after the reasoning in the outputs of a model. <think> is known for every model, other marks for
     those whose vocabulary has their tokens: none without a tokenizer.
 
+    marks   texts that end reasoning, by those that begin it
     opens   texts that begin reasoning
     hidden  whether a mark has special tokens, which a text shows only without `skip_special_tokens`
     """
@@ -32,6 +33,7 @@ class Reasoning:
         """end: another text that ends the reasoning, of a model that is not known."""
         strings = set() if tokenizer is None else set(tokenizer.vocabulary())
         known = {begin: end for begin, end in MARKS.items() if begin == OPEN or _tokens_of(begin, end) <= strings}
+        self.marks = known
         self.opens = tuple(known)
         self._ends = [*known.values(), *([] if end is None else [end])]
         self._own_ends = tuple(
@@ -61,6 +63,28 @@ class Reasoning:
         """Whether the answer to a prompt that the chat template rendered may be reasoning without an opening mark:
         the vocabulary and the template of the model have its end, and the prompt does not end with that."""
         return bool(self._own_ends) and not prompt.rstrip().endswith(self._own_ends)
+
+    def split(self, text: str, *, prompt: str = "") -> tuple[str | None, str]:
+        """The reasoning, None without one, and the answer, which follows the first end, as in vLLM and SGLang. Without
+        reasoning the answer is the text as it is.
+
+        text    of an output with all its marks
+        prompt  rendered, or its end
+        """
+        begin = text.lstrip()
+        mark = next((mark for mark in self.opens if begin.startswith(mark)), None)
+        inside = begin.removeprefix(mark or "")
+        if mark is None and not self.is_opened_by(prompt) and not self._ends_alone(text, prompt):
+            return None, text
+        places = [(inside.index(end), end) for end in self._ends if end in inside]
+        if not places:
+            return inside.strip(), ""
+        place, end = min(places)
+        return inside[:place].strip(), inside[place + len(end) :].lstrip()
+
+    def _ends_alone(self, text: str, prompt: str) -> bool:
+        """Whether reasoning ends in a text that has no opening mark."""
+        return self.may_open(prompt) and any(end in text for end in self._own_ends)
 
     def answer_of(self, text: str, tokens: Sequence[int] | None, *, opened: bool = False) -> str:
         """The text after the last end of reasoning: all of it if there is no reasoning, nothing if that did not end.

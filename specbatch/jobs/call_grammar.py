@@ -1,0 +1,120 @@
+"""Regular expressions for answers with calls of functions whose arguments follow their schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specbatch.errors import refuse
+from specbatch.grammar.json_schema import regex_of_schema
+from specbatch.grammar.limits import RegexError
+from specbatch.jobs.openai_tools import Function, ToolUse
+from specbatch.text.tool_calls import CallForm, types_of
+
+_NOTES = {"description", "title", "default", "examples", "$comment"}  # keywords without an effect
+_BLANK = "\\n{0,2}"  # between the end of reasoning and a call
+
+
+def call_regex(use: ToolUse, form: CallForm) -> str:
+    """The expression of an answer, without its reasoning, that calls functions as `use` demands: of an answer that must
+    call the calls, else a text, calls, or both.
+
+    Raises SpecbatchError for a schema that has no grammar in this form.
+    """
+    one = "|".join(_call(function, form, always=use.must_call) for function in use.callable)
+    several = form.separator is not None and use.parallel
+    more = f"(?:{re.escape(form.separator or '')}(?:{one}))*" if several else ""
+    calls = f"{re.escape(form.opening)}(?:{one}){more}{re.escape(form.closing)}"
+    if use.must_call:
+        return _BLANK + calls
+    if form.mark:
+        return f"{text_without(form.mark)}(?:{calls})?"
+    return rf"(?:{calls}|[ \t\r\n]*[^{{ \t\r\n](?:.|\n)*)"
+
+
+def text_without(mark: str) -> str:
+    """The expression of texts that do not contain a mark, whose first character it has only once.
+
+    A text is characters other than the first one of the mark, and beginnings of the mark with another character after
+    them than the next one of the mark, or with the beginning of another one.
+    """
+    first, rest = mark[0], mark[1:]
+    if first in rest:
+        raise ValueError(f"{mark!r} has its first character twice")
+    begins = "|".join(re.escape(mark[:size]) for size in range(len(mark) - 1, 0, -1))
+    other = "|".join(f"{re.escape(mark[:size])}[^{_in_set(first + mark[size])}]" for size in range(1, len(mark)))
+    return f"(?:[^{_in_set(first)}]|(?:{begins})*(?:{other}))*(?:{begins})*"
+
+
+def _in_set(characters: str) -> str:
+    return "".join(re.escape(one) if one.isascii() else one for one in characters)
+
+
+def _call(function: Function, form: CallForm, *, always: bool) -> str:
+    """One call. always: its arguments follow the schema also if it is not strict."""
+    if always or function.strict:
+        try:
+            arguments = _in_parameters(function, form) if form.parameter else _json_of(function.arguments_schema)
+        except RegexError as error:
+            why = "strict" if function.strict else "tool_choice"
+            works = f"its parameters have no grammar, which {why} needs ({error}); simplify them, or leave {why} out"
+            raise refuse("tools", function.name, works) from None
+        after = form.after
+    elif form.end:
+        arguments, after = text_without(form.end), form.end + form.after.partition(form.end)[2]
+    else:
+        arguments, after = _json_of({"type": "object"}), form.after
+    return re.escape(form.before + function.name + form.middle) + arguments + re.escape(after)
+
+
+def _json_of(schema: Any) -> str:
+    return f"(?:{regex_of_schema(json.dumps(schema))})"
+
+
+def _in_parameters(function: Function, form: CallForm) -> str:
+    """Arguments that are written one by one, in the order of the properties."""
+    assert form.parameter is not None
+    before, middle, after = form.parameter
+    schema = function.arguments_schema
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    if not isinstance(properties, Mapping) or schema.get("type", "object") != "object":
+        raise RegexError("parameters must be an object with properties")
+    if missing := [name for name in required if name not in properties]:
+        raise RegexError(f"required has {missing[0]!r}, which is not in properties")
+    found = ""
+    for name, value in properties.items():
+        part = re.escape(before + name + middle) + _value(name, value, schema, after.strip()) + re.escape(after)
+        found += part if name in required else f"(?:{part})?"
+    return found
+
+
+def _value(name: str, schema: Any, root: Mapping[str, Any], end: str) -> str:
+    """A value: a string as it is, all else as JSON."""
+    kinds = types_of(schema)
+    if not kinds:
+        raise RegexError(f"property {name!r} states no type of its own, and this form writes strings without quotes")
+    if "string" not in kinds:
+        return _json_of({**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema})
+    if kinds != {"string"} or (keys := schema.keys() - _NOTES - {"type", "enum", "const"}):
+        reason = f"also {', '.join(sorted(kinds - {'string'}))}" if kinds != {"string"} else ", ".join(sorted(keys))
+        raise RegexError(f"property {name!r} is a string with {reason}, and this form writes strings without quotes")
+    values: Sequence[str] | None = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    return text_without(end) if values is None else f"(?:{'|'.join(map(re.escape, values))})"
+
+
+def with_reasoning(regex: str, mark: str, end: str, *, opened: bool) -> str:
+    """An answer after reasoning between two marks. opened: the prompt has begun it; else the answer may have it."""
+    if opened:
+        return text_without(end) + re.escape(end) + regex
+    return f"(?:{re.escape(mark)}{text_without(end)}{re.escape(end)})?{regex}"
+
+
+def check_marks(use: ToolUse, form: CallForm, hidden: Mapping[str, int]) -> None:
+    """Refuse a form whose marks are special tokens, which never are part of what a grammar allows."""
+    texts = (form.opening, form.before, form.middle, form.after, form.closing)
+    found = next((token for token in hidden if any(token in text for text in texts)), None)
+    if found is not None:
+        works = f"calls in {form.name} form have {found}, and a grammar has no special tokens; use auto without strict"
+        raise refuse("tools", [function.name for function in use.callable], works)
