@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from specbatch.errors import refuse
@@ -17,9 +17,12 @@ _NOTES = {"description", "title", "default", "examples", "$comment"}  # keywords
 _BLANK = "\\n{0,2}"  # between the end of reasoning and a call
 
 
-def call_regex(use: ToolUse, form: CallForm) -> str:
+def call_regex(use: ToolUse, form: CallForm, reasoning: str | None = None) -> str:
     """The expression of an answer, without its reasoning, that calls functions as `use` demands: of an answer that must
     call the calls, else a text, calls, or both.
+
+    reasoning   what begins reasoning, if the answer may have some: only at its beginning, as a text that may have it
+                anywhere needs many more states
 
     Raises SpecbatchError for a schema that has no grammar in this form.
     """
@@ -30,25 +33,32 @@ def call_regex(use: ToolUse, form: CallForm) -> str:
     if use.must_call:
         return _BLANK + calls
     if form.mark:
-        return f"{text_without(form.mark)}(?:{calls})?"
+        marks = [mark for mark in (form.mark, reasoning) if mark]
+        return f"{text_without(*marks)}(?:{calls})?"
     return rf"(?:{calls}|[ \t\r\n]*[^{{ \t\r\n](?:.|\n)*)"
 
 
-def text_without(mark: str) -> str:
-    """The expression of texts that do not contain a mark, whose first character it has only once.
+def text_without(*marks: str) -> str:
+    """The expression of texts that contain none of the marks. These have one first character, and that only once, and
+    none of them begins another one.
 
-    A text is characters other than the first one of the mark, and beginnings of the mark with another character after
-    them than the next one of the mark, or with the beginning of another one.
+    A text is characters other than the first one of the marks, and beginnings of marks with another character after
+    them than the next one of such a mark, or with the beginning of another one.
     """
-    first, rest = mark[0], mark[1:]
-    if first in rest:
-        raise ValueError(f"{mark!r} has its first character twice")
-    begins = "|".join(re.escape(mark[:size]) for size in range(len(mark) - 1, 0, -1))
-    other = "|".join(f"{re.escape(mark[:size])}[^{_in_set(first + mark[size])}]" for size in range(1, len(mark)))
+    first = marks[0][0]
+    for mark in marks:
+        if mark[0] != first or first in mark[1:]:
+            raise ValueError(f"{mark!r} does not have {first!r} once, as its first character")
+    following: dict[str, set[str]] = {}
+    for mark in marks:
+        for size in range(1, len(mark)):
+            following.setdefault(mark[:size], {first}).add(mark[size])
+    begins = "|".join(re.escape(part) for part in sorted(following, key=len, reverse=True))
+    other = "|".join(f"{re.escape(part)}[^{_in_set(sorted(after))}]" for part, after in following.items())
     return f"(?:[^{_in_set(first)}]|(?:{begins})*(?:{other}))*(?:{begins})*"
 
 
-def _in_set(characters: str) -> str:
+def _in_set(characters: Iterable[str]) -> str:
     return "".join(re.escape(one) if one.isascii() else one for one in characters)
 
 
@@ -64,8 +74,8 @@ def _call(function: Function, form: CallForm, *, always: bool) -> str:
         after = form.after
     elif form.end:
         arguments, after = text_without(form.end), form.end + form.after.partition(form.end)[2]
-    else:
-        arguments, after = _json_of({"type": "object"}), form.after
+    else:  # an object, of any depth where nothing follows
+        arguments, after = r"\{(?:.|\n)*\}" if form.separator is None else _json_of({"type": "object"}), form.after
     return re.escape(form.before + function.name + form.middle) + arguments + re.escape(after)
 
 

@@ -55,22 +55,24 @@ class ChatOutput:
             works = f"{asks} needs a grammar, and calls of {self.tokenizer.name} have {known}; use auto without strict"
             raise refuse_json("tools", [function.name for function in use.callable], works)
         check_marks(use, self.form, self.tokenizer.hidden)
-        return self._with_reasoning(call_regex(use, self.form), self._end_of(prompt), use, asks)
-
-    def _with_reasoning(self, regex: str, prompt: str, use: ToolUse, asks: str) -> str:
-        """The expression after the reasoning that an answer to a prompt has, or may have."""
-        opened = next((mark for mark in self.reasoning.opens if prompt.rstrip().endswith(mark)), None)
-        mark = opened
-        if mark is None and self.reasoning.may_open(prompt):
-            written = self.tokenizer.template_writes
-            mark = next((mark for mark, end in self.reasoning.marks.items() if written(end)), None)
+        text = self._end_of(prompt)
+        opened = next((mark for mark in self.reasoning.opens if text.rstrip().endswith(mark)), None)
+        mark = opened or self._own_mark(text)
         if mark is None:
-            return regex
+            return call_regex(use, self.form)
         end = self.reasoning.marks[mark]
         if any(token in mark + end for token in self.tokenizer.hidden):
             works = f"{asks} needs a grammar, and {mark} and {end} are special tokens, which it cannot have"
             raise refuse_json("tools", [function.name for function in use.callable], f"{works}; switch reasoning off")
+        regex = call_regex(use, self.form, None if opened else mark)
         return with_reasoning(regex, mark, end, opened=opened is not None)
+
+    def _own_mark(self, prompt: str) -> str | None:
+        """What begins the reasoning that an answer to a prompt may have."""
+        if not self.reasoning.may_open(prompt):
+            return None
+        written = self.tokenizer.template_writes
+        return next((mark for mark, end in self.reasoning.marks.items() if written(end)), None)
 
     def message(self, completion: Completion, body: ChatBody, name: str) -> tuple[dict[str, Any], str]:
         """The message of a choice, and its finish reason. name: of the response, from which ids of calls follow."""

@@ -284,10 +284,8 @@ class ChatBody(_Body):
         if self.limit is None and "max_new_tokens" not in given:
             found["max_new_tokens"] = max(self.min_tokens, 1)  # set when the length of the prompt is known
         if self.use is not None and (found.get("regex") is not None or found.get("json_schema") is not None):
-            works = 'leave one of them out, or use tool_choice="none"'
-            raise UnsupportedError(
-                f"body.tools with a format of the answer (response_format) is not supported; {works}"
-            )
+            works = 'leave one out, or use tool_choice="none"'
+            raise UnsupportedError(f"body.tools together with response_format, regex or json_schema: {works}")
         return found | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
 
 

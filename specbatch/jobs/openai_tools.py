@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, PlainValidator, field_validator
+
+from specbatch.errors import shown_json
 
 
 class _Strict(BaseModel):
@@ -16,15 +19,24 @@ class _Strict(BaseModel):
 class Function(_Strict):
     """A function that a model may call."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @field_validator("name")
+    @classmethod
+    def _is_name(cls, name: str) -> str:
+        if re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name) is None:
+            raise ValueError("use 1 to 64 letters, digits, _, - and .")
+        return name
+
     @property
     def arguments_schema(self) -> dict[str, Any]:
-        """The JSON schema of the arguments."""
-        return self.parameters if self.parameters is not None else {"type": "object", "properties": {}}
+        """The JSON schema of the arguments, which are an object also where it does not say so."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}}
+        return {"type": "object"} | self.parameters if "properties" in self.parameters else self.parameters
 
 
 class Tool(_Strict):
@@ -39,16 +51,25 @@ class Tool(_Strict):
         return {"type": self.type, "function": shown}
 
 
-class _Name(_Strict):
+@dataclass(frozen=True)
+class NamedChoice:
+    """The function that an answer must call."""
+
     name: str
 
 
-class NamedChoice(_Strict):
-    type: Literal["function"]
-    function: _Name
+def _read_choice(value: Any) -> Any:
+    if value in _CHOICES:
+        return value
+    match value:
+        case {"type": "function", "function": {"name": str(name), **beside}, **more} if not beside and not more:
+            return NamedChoice(name)
+    named = '{"type": "function", "function": {"name": NAME}}'
+    raise ValueError(f"use {', '.join(map(shown_json, _CHOICES))} or {named}")
 
 
-Choice = Literal["none", "auto", "required"] | NamedChoice
+_CHOICES = ("none", "auto", "required")
+Choice = Annotated[str | NamedChoice, PlainValidator(_read_choice)]  # one of these, or a function
 
 
 @dataclass(frozen=True)
@@ -70,7 +91,7 @@ class ToolUse:
         return self.must_call or any(function.strict for function in self.callable)
 
 
-def tool_use(tools: Sequence[Tool], choice: Choice | None, parallel: bool | None) -> ToolUse | None:
+def tool_use(tools: Sequence[Tool], choice: str | NamedChoice | None, parallel: bool | None) -> ToolUse | None:
     """None: no function can be called. Raises ValueError for a choice that the tools do not have."""
     functions = [tool.function for tool in tools]
     names = [function.name for function in functions]
@@ -79,10 +100,10 @@ def tool_use(tools: Sequence[Tool], choice: Choice | None, parallel: bool | None
     if not functions and (choice == "required" or isinstance(choice, NamedChoice)):
         raise ValueError('tool_choice needs tools; add them, or use "auto"')
     if isinstance(choice, NamedChoice):
-        if choice.function.name not in names:
+        if choice.name not in names:
             works = f'use {" or ".join(names)}, "auto" or "required"'
-            raise ValueError(f'tool_choice names "{choice.function.name}", which is not in tools; {works}')
-        functions = [function for function in functions if function.name == choice.function.name]
+            raise ValueError(f'tool_choice names "{choice.name}", which is not in tools; {works}')
+        functions = [function for function in functions if function.name == choice.name]
     if not functions or choice == "none":
         return None
     named = isinstance(choice, NamedChoice)
