@@ -111,3 +111,38 @@ def _after(mark: list[int], tokens: Sequence[int]) -> int:
     """The place after the last occurrence of some tokens in others, 0 without one."""
     places = range(len(tokens) - len(mark), -1, -1)
     return next((place + len(mark) for place in places if list(tokens[place : place + len(mark)]) == mark), 0)
+
+
+class ReasoningTokens:
+    """Finds the reasoning of outputs by its tokens: that of models whose vocabulary has the tokens of a mark."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        strings = set(tokenizer.vocabulary())
+        known = {begin: end for begin, end in MARKS.items() if _tokens_of(begin, end) <= strings}
+        self._reasoning = Reasoning(tokenizer)
+        self._tokenizer = tokenizer
+
+        def tokens_of(mark: str) -> list[int]:
+            return tokenizer.encode(mark, add_special_tokens=False)
+
+        self._opens, self._ends = [tokens_of(mark) for mark in known], [tokens_of(end) for end in known.values()]
+        self.last = frozenset(end[-1] for end in self._ends)
+
+    def ends(self, tokens: Sequence[int], start: int) -> bool:
+        """Whether tokens end with the end of reasoning. start: of the output in them."""
+        return any(len(tokens) - start >= len(end) and tokens[-len(end) :] == end for end in self._ends)
+
+    def is_open(self, prompt: Sequence[int], output: Sequence[int]) -> bool:
+        """Whether an output without an end of reasoning is reasoning: its prompt or its first tokens begin that."""
+        if any(list(output[: len(mark)]) == mark for mark in self._opens):
+            return True
+        return self._reasoning.is_opened_by(self._tokenizer.decode(list(prompt[-_LAST:]), skip_special_tokens=False))
+
+
+_LAST = 32  # tokens of a prompt, in which it opens reasoning
+
+
+def reasoning_tokens(tokenizer: Tokenizer) -> ReasoningTokens | None:
+    """None for a vocabulary without such marks."""
+    found = ReasoningTokens(tokenizer)
+    return found if found.last else None
