@@ -26,6 +26,7 @@ from specbatch.files.atomic_file import write_atomic
 from specbatch.records.answers import QUESTIONS, EvalAnswers
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.metrics import METRICS
+from specbatch.records.reasoning import PARTS, parts_table, reasons
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import EARLIER
 
@@ -119,6 +120,7 @@ class EvalReport(EvalAnswers):
         parts = [markdown_table([cells]) for cells in self._speed()]
         if self.generates:
             parts.append(acceptance_table({(): [self.record.counters]}, sampling=sampling_text(self.sampling)))
+            parts.append(parts_table({(): [self.record]}))
             parts.append("\n".join(draft_length_lines([self.record.counters], self.record.caps)))
             parts.append(few_shot_lines(self.scores, self.record))
         return "\n\n".join([*filter(None, parts), "\n".join(self._notes())])
@@ -232,6 +234,8 @@ class EvalReport(EvalAnswers):
         else:
             shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
             generated = {"truncated": self.truncated, "simulated_accept_length": self.record.simulated_accept_length}
+        if reasons([self.record]):
+            shown += PARTS
         generated |= {name: metrics.get(name) for name in shown}
         return [{**asdict(score), **generated, **settings, "task": score.task or self.task} for score in self.scores]
 

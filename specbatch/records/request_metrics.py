@@ -112,7 +112,6 @@ def _parts(part: str, where: str) -> tuple[Metric, Metric]:
             length,
             better="higher",
             of_requests=lambda run: _if_reasons(run, run.ratio(*length)),
-            sweep=7,
             compare=7,
         ),
         _ratio(
@@ -124,7 +123,6 @@ def _parts(part: str, where: str) -> tuple[Metric, Metric]:
             better="higher",
             counts_only="drafts",
             of_requests=lambda run: _if_reasons(run, run.ratio(*rate)),
-            sweep=7,
         ),
     )
 
@@ -345,8 +343,6 @@ OF_REQUESTS = (
         per_request=("reasoning_tokens", None),
         is_time=False,
         of_requests=lambda run: _if_reasons(run, run.mean("reasoning_tokens")),
-        sweep=7,
-        compare=7,
     ),
     Metric(
         "mean_answer_tokens",
@@ -356,7 +352,6 @@ OF_REQUESTS = (
         "(output tokens - reasoning tokens) / requests",
         is_time=False,
         of_requests=lambda run: _if_reasons(run, run.mean("output_tokens") - run.mean("reasoning_tokens")),
-        sweep=7,
     ),
     *_parts("reasoning", "that began in the reasoning"),
     *_parts("answer", "that began after the reasoning, or of an answer without it"),

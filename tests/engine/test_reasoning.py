@@ -1,4 +1,4 @@
-"""Reasoning and answer of a request are counted apart: tokens, verifies, drafts, by the end of reasoning in its tokens."""
+"""Reasoning and answer of a request are counted apart, by the end of reasoning among its tokens."""
 
 from __future__ import annotations
 
