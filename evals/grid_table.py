@@ -56,12 +56,9 @@ class Grid:
         if self.reports:
             rows = self.rows()
             lines = [
-                markdown_table([self._cells(row, judged=any("speedup_text" in row for row in rows)) for row in rows]),
+                markdown_table(self.cells()),
                 markdown_table(map(self._details, rows)),
-                parts_table(
-                    {place: [one.record for one in found] for place, found in self.reports.items()},
-                    ("concurrency", "configuration"),
-                ),
+                parts_table(self.records(), ("concurrency", "configuration")),
                 self._notes(rows),
             ]
         names: dict[str, list[str]] = {}
@@ -69,6 +66,15 @@ class Grid:
             names.setdefault(reason, []).append(name)
         lines += [f"{', '.join(alike)}: left out, {reason}" for reason, alike in names.items()]
         return "\n\n".join(filter(None, lines))
+
+    def cells(self) -> list[dict[str, str]]:
+        """The rows of the first table."""
+        rows = self.rows()
+        return [self._cells(row, judged=any("speedup_text" in row for row in rows)) for row in rows]
+
+    def records(self) -> dict[Place, list[RunRecord]]:
+        """The records of each point."""
+        return {place: [one.record for one in found] for place, found in self.reports.items()}
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""

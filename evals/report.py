@@ -117,7 +117,7 @@ class EvalReport(EvalAnswers):
 
     def details(self) -> str:
         """Markdown: speed, and what it was measured on."""
-        parts = [markdown_table([cells]) for cells in self._speed()]
+        parts = [markdown_table([cells]) for cells in self.speed_cells()]
         if self.generates:
             parts.append(acceptance_table({(): [self.record.counters]}, sampling=sampling_text(self.sampling)))
             parts.append(parts_table({(): [self.record]}))
@@ -139,7 +139,7 @@ class EvalReport(EvalAnswers):
         is_sampled = bool(self.sampling and self.sampling["temperature"])
         return f"{text}, seed {self.record.config['seed']}" if is_sampled else text
 
-    def _speed(self) -> Iterator[dict[str, str]]:
+    def speed_cells(self) -> Iterator[dict[str, str]]:
         """Columns of the speed tables: of answers, and of texts that were scored."""
         if self.generates:
             answers = sum("finish_reason" in row for row in self.questions)

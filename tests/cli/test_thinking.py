@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from letters import write_letters
-from typer.testing import Result
+from typer.testing import CliRunner, Result
+
+from specbatch.cli.app import app
 
 MARKS = ["<think>", "</think>"]
 # Opens reasoning, or closes it. Random weights never end it.
@@ -22,7 +24,7 @@ TEMPLATE = (
 @pytest.fixture
 def run(run_toy: Callable[..., Callable[..., Result]], tmp_path: Path) -> Callable[..., Result]:
     folder = write_letters(tmp_path / "model", template=TEMPLATE, marks=MARKS)
-    words = f"--model {folder} --device cpu --dtype float32 --max-model-len 512"
+    words = f"--model {folder} --device cpu --dtype float32 --max-model-len 1024"
     return run_toy(words.split())
 
 
@@ -78,3 +80,48 @@ def test_refused(run: Callable[..., Result], options: str, reason: str) -> None:
     Path("in.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x"}]}) + "\n")
     assert reason in run(f"sweep --dataset in.jsonl {options}", exit_code=2).stderr
     assert not Path("out").exists()
+
+
+def score_rows(text: str) -> list[str]:
+    return [row["thinking"] for row in table(text, "thinking")]
+
+
+def test_eval(run: Callable[..., Result]) -> None:
+    command = "eval one_digit_sums --limit 3 --chat-template --max-new-tokens 10 --algorithm ngram --out out"
+    result = run(f"{command} --compare-thinking")
+    assert score_rows(result.stdout) == ["on", "on", "off", "off"]  # two filters
+    apart = table(result.stdout.partition("Reasoning and answer:")[2], "thinking")
+    assert [(row["thinking"], row["task"], row["reasoning tokens"], row["answer tokens"]) for row in apart] == [
+        ("on", "one_digit_sums", "10.0", "0.0"),
+        ("off", "one_digit_sums", "-", "10.0"),
+    ]
+    assert apart[0]["reasoning accept length"] != "-" != apart[1]["answer accept length"]
+    rows = list(csv.DictReader(Path("out/summary.csv").read_text().splitlines()))
+    assert [(row["thinking"], row["mean_reasoning_tokens"]) for row in rows] == [
+        ("on", "10.0"), ("on", "10.0"), ("off", ""), ("off", ""),
+    ]  # fmt: skip
+    assert json.loads(Path("out/thinking-off/record.json").read_text())["workload"]["thinking"] is False
+    assert run(f"{command} --compare-thinking").stderr.count("is complete") == 2
+
+
+def test_eval_of_configurations(run: Callable[..., Result]) -> None:
+    command = "eval one_digit_sums --configs baseline,v2 --concurrency 2 --limit 3 --chat-template --max-new-tokens 10"
+    result = run(f"{command} --compare-thinking --out out --json")
+    text = Path("out/summary.md").read_text()
+    assert score_rows(text) == ["on", "on", "off", "off"]
+    apart = table(text.partition("Reasoning and answer:")[2], "thinking")
+    assert [(row["thinking"], row["configuration"]) for row in apart] == [
+        ("on", "baseline"), ("on", "v2"), ("off", "baseline"), ("off", "v2"),
+    ]  # fmt: skip
+    found = json.loads(result.stdout)["thinking"]
+    assert {mode: len(grids["one_digit_sums"]["rows"]) for mode, grids in found.items()} == {"on": 2, "off": 2}
+
+
+def test_acceptance(run: Callable[..., Result]) -> None:
+    run("eval one_digit_sums --limit 3 --chat-template --thinking --max-new-tokens 10 --algorithm ngram --out out")
+    result = CliRunner().invoke(app, ["acceptance", "out"], env={"COLUMNS": "1000"})
+    assert result.exit_code == 0
+    (row,) = table(result.stdout.partition("Reasoning and answer:")[2], "reasoning tokens")
+    assert (row["reasoning tokens"], row["answer tokens"]) == ("10.0", "0.0")
+    parts = json.loads(CliRunner().invoke(app, ["acceptance", "out", "--json"]).stdout)["parts"]
+    assert parts["mean_reasoning_tokens"] == 10
