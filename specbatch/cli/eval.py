@@ -114,9 +114,8 @@ def evaluate(
 
     specbatch eval gsm8k --engine http --base-url http://localhost:8000
 
-    gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Results for each question go to the
-    output folder. Text inside <think> is not scored. To continue an interrupted evaluation, run the same command with
-    its folder as --out: only the missing answers are generated.
+    gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Text inside <think> is not scored. To
+    continue an interrupted evaluation, run the same command with its folder as --out.
 
     Details:
 

@@ -37,6 +37,13 @@ def response_body(
         choices.append(choice | {"finish_reason": reason})
     prompt = sum(samples[0].metrics.prompt_tokens for samples in completions)
     generated = sum(item.metrics.output_tokens for samples in completions for item in samples)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
+    if reasoned := sum(item.metrics.reasoning_tokens for samples in completions for item in samples):
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoned}
     chat = isinstance(body, ChatBody)
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
@@ -44,7 +51,7 @@ def response_body(
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated},
+        "usage": usage,
     }
 
 

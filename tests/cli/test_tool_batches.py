@@ -122,6 +122,8 @@ def test_reasoning_before_a_required_call(generate: Callable[..., dict[str, Any]
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["reasoning_content"] is not None
         assert calls_of(choice)
+    details = found["a"]["usage"]["completion_tokens_details"]
+    assert 4 <= details["reasoning_tokens"] < found["a"]["usage"]["completion_tokens"]
 
 
 def test_templates_without_tools_or_without_a_known_form(generate: Callable[..., dict[str, Any]]) -> None:

@@ -66,10 +66,15 @@ class CompletionChoice(Strict):
     text: str
 
 
+class CompletionTokensDetails(Strict):
+    reasoning_tokens: int | None = None
+
+
 class Usage(Strict):
     completion_tokens: int
     prompt_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class ChatCompletion(Strict):
