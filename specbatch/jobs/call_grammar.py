@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specbatch.errors import refuse
@@ -89,9 +89,9 @@ def _in_parameters(function: Function, form: CallForm) -> str:
     before, middle, after = form.parameter
     schema = function.arguments_schema
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(properties, Mapping) or schema.get("type", "object") != "object":
+    if not isinstance(properties, Mapping) or not isinstance(required, list) or schema.get("type") != "object":
         raise RegexError("parameters must be an object with properties")
-    if missing := [name for name in required if name not in properties]:
+    if missing := [name for name in required if not isinstance(name, str) or name not in properties]:
         raise RegexError(f"required has {missing[0]!r}, which is not in properties")
     found = ""
     for name, value in properties.items():
@@ -110,7 +110,9 @@ def _value(name: str, schema: Any, root: Mapping[str, Any], end: str) -> str:
     if kinds != {"string"} or (keys := schema.keys() - _NOTES - {"type", "enum", "const"}):
         reason = f"also {', '.join(sorted(kinds - {'string'}))}" if kinds != {"string"} else ", ".join(sorted(keys))
         raise RegexError(f"property {name!r} is a string with {reason}, and this form writes strings without quotes")
-    values: Sequence[str] | None = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    values: Any = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is not None and not (isinstance(values, list) and values):
+        raise RegexError(f"enum of property {name!r} must be a list of values")
     return text_without(end) if values is None else f"(?:{'|'.join(map(re.escape, values))})"
 
 

@@ -10,9 +10,11 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of functions, by their names
+_MOST = 1_000  # beginnings of calls that are looked at
 _NAME = r"(?P<name>[^\s<>\[\]{}\"]+)"
 _CLOSED = r"(?:\s*{}|\s*\Z)"  # a call that a limit or a stop cut off before its closing mark is a call
 
@@ -78,7 +80,7 @@ class CallForm:
     def split(self, text: str, schemas: Schemas) -> tuple[str, list[Call]]:
         """The text without its calls, and these. What is no valid call stays in the text."""
         calls, rest, at = list[Call](), list[str](), 0
-        for match in self._start.finditer(text):
+        for match in islice(self._start.finditer(text), _MOST):
             if match.start() < at:
                 continue
             found, end = (self._in_parameters if self.parameter else self._in_json)(text, match, schemas)
@@ -108,7 +110,8 @@ class CallForm:
         assert self.parameter is not None
         before, middle, after = (re.escape(part.strip()) for part in self.parameter)
         name, at, arguments = match["name"], match.end(), dict[str, Any]()
-        properties = schemas.get(name, {}).get("properties", {})
+        properties = schemas.get(name, {}).get("properties")
+        properties = properties if isinstance(properties, Mapping) else {}
         one = re.compile(rf"\s*{before}(?P<key>[^<>]+?){middle}\n?(?P<value>.*?)\n?{after}", re.DOTALL)
         while (found := one.match(text, at)) is not None:
             arguments[found["key"]] = _typed(found["value"], properties.get(found["key"]))
@@ -142,14 +145,16 @@ def types_of(schema: Any) -> set[str]:
     """The types that a schema allows, also in its alternatives; none if it does not say."""
     if not isinstance(schema, Mapping):
         return set()
-    kinds = schema.get("type", [])
-    values = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
-    found = {kinds} if isinstance(kinds, str) else set(kinds)
-    return found.union(*(_kinds_of(value) for value in values), *(types_of(item) for item in _alternatives(schema)))
+    kinds = schema.get("type")
+    found = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
+    for value in [*_list_in(schema, "enum"), *([schema["const"]] if "const" in schema else [])]:
+        found |= _kinds_of(value)
+    return found.union(*(types_of(item) for name in ("anyOf", "oneOf") for item in _list_in(schema, name)))
 
 
-def _alternatives(schema: Mapping[str, Any]) -> list[Any]:
-    return [item for name in ("anyOf", "oneOf") for item in schema.get(name, [])]
+def _list_in(schema: Mapping[str, Any], name: str) -> list[Any]:
+    found = schema.get(name)
+    return found if isinstance(found, list) else []
 
 
 def _kinds_of(value: Any) -> set[str]:
@@ -157,7 +162,7 @@ def _kinds_of(value: Any) -> set[str]:
     if value is None or isinstance(value, bool):
         return {"null" if value is None else "boolean"}
     if isinstance(value, int | float):
-        return {"number", "integer"} if value == int(value) else {"number"}
+        return {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
     return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
 
 
