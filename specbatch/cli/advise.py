@@ -14,6 +14,7 @@ from specbatch.cli import workloads
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, say, show
 from specbatch.cli.servers import configured_with_servers
+from specbatch.config.draft_shape import AUTO
 from specbatch.config.values import whole_numbers
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.files.atomic_file import write_atomic
@@ -61,8 +62,8 @@ def advise(
         Option(
             "--draft-tokens",
             metavar="N,N,...",
-            help="Numbers of drafts to try with each candidate. Default: one, half of the algorithm's usual number, "
-            "and that number.",
+            help="Numbers of drafts to try with each candidate. Default: one, half of its usual number, and that "
+            "number; of a block draft the whole block.",
         ),
     ] = None,
     configs: Annotated[
@@ -103,6 +104,7 @@ def advise(
     from specbatch.sweeps.run.sweep import run_sweep
 
     usual = CPU if device_type(engine.device) == "cpu" else GPU
+    engine = engine.having(prefill_graph=engine.prefill_graph or AUTO)  # all candidates are compared with them
     if prompts is not None:
         if workload["dataset"] is not None:
             raise refuse("dataset", workload["dataset"], f"the prompts are those of {prompts}; leave one out")
@@ -148,14 +150,26 @@ def candidates(
         algorithm, draft = _parsed(text)
         own = engine.having(spec="v2", algorithm=algorithm, draft=draft)
         try:
-            usual = own.speculation().num_drafts
+            usual = 0 if counts else _usual_drafts(own.config(**settings))
             label = " ".join([algorithm, *([Path(draft).name] if draft else [])])
-            label = label if f"{label} draft-tokens={usual}" not in found else f"{label} {len(found)}"
+            label = (
+                f"{label} {len(found)}" if any(name.startswith(f"{label} draft-tokens=") for name in found) else label
+            )
             for count in counts or sorted({1, (usual + 1) // 2, usual}):
                 found[f"{label} draft-tokens={count}"] = own.having(draft_tokens=str(count)).config(**settings)
         except SpecbatchError as error:
             raise refuse("candidate", text, str(error)) from error
     return found
+
+
+def _usual_drafts(config: EngineConfig) -> int:
+    """The number of drafts if none is asked for: that of a trained draft is in its files."""
+    speculation = config.speculation
+    if speculation.entry.has_trained_draft or speculation.entry.in_target:
+        from specbatch.engine.setup.prepare import prepare
+
+        return prepare(config, lambda line: None).config.speculation.num_drafts
+    return speculation.num_drafts
 
 
 def _parsed(text: str) -> tuple[str, str | None]:

@@ -1,4 +1,4 @@
-"""STANDALONE drafting: a smaller model with the same vocabulary drafts a chain or a tree."""
+"""STANDALONE drafting: a smaller model drafts a chain or a tree."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from specbatch.core.device_batch import DeviceBatch
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import DraftChain, draft_states, takes_argmax
+from specbatch.drafters.draft_vocabulary import OtherVocabulary, SameVocabulary
 from specbatch.drafters.head_checks import check_algorithm
 from specbatch.drafters.tree import Beams, expand
 from specbatch.errors import of_draft, refuse
-from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates
 from specbatch.models.config import ModelConfig
@@ -26,6 +26,7 @@ from specbatch.models.decoder import Decoder, Features
 from specbatch.runtime.device import find_device
 from specbatch.runtime.loader import Loader
 from specbatch.runtime.prefill_forward import Forward
+from specbatch.text.shared_tokens import SharedTokens, shared_tokens
 from specbatch.text.tokenizer import ByteTokenizer, vocabulary_difference
 
 if TYPE_CHECKING:
@@ -45,40 +46,34 @@ class DraftModelChain(NoDraft):
     model, cache: the draft model and its KV cache
     """
 
-    def __init__(self, model: Decoder, forward: Forward, cache: KVCache, vocabulary: int, first: int = 2) -> None:
-        """forward: the model's prefill forward pass; vocabulary: size of the target's; first: tokens of the first pass
-        of a step."""
+    def __init__(
+        self, model: Decoder, forward: Forward, cache: KVCache, vocabulary: SameVocabulary, first: int = 2
+    ) -> None:
+        """forward: the model's prefill forward pass; first: tokens of the first pass of a step."""
         self.model = model
         self._forward = forward
         self.cache = cache
         self._first = first
-        self._vocabulary = vocabulary  # the draft's may be padded to another size
+        self._vocabulary = vocabulary
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         self.catch_up(batch, metadata)
 
     def catch_up(self, batch: DeviceBatch, metadata: PrefillMetadata) -> None:
         # Only keys and values are needed.
-        self._forward(metadata, rows=[], tokens=None if self._knows_all else self._known(metadata.tokens))
+        self._forward(metadata, rows=[], tokens=None if self._vocabulary.reads_all else self._read(metadata.tokens))
 
     def propose(self, step: StepInput) -> Proposal:
         if not step.num_drafts:
             return no_drafts(step)
-        chain = DraftChain(step, ids=None, vocabulary=self._vocabulary)
+        words = self._vocabulary
+        chain = DraftChain(step, ids=words.ids, vocabulary=words.size)
         newest = self._newest(step)
         for count in range(1, step.num_drafts + 1):
-            chain.choose(self._scores(newest, greedy=takes_argmax(step)))
+            chain.choose(words.scores(self.model, newest, greedy=takes_argmax(step)))
             if count < step.num_drafts:
                 newest = self._after(step, chain.tokens[:, :count])
         return chain.proposal()
-
-    def _scores(self, hidden: torch.Tensor, *, greedy: bool) -> Scores:
-        """`Decoder.scores` of hidden [B, H], fitted to the target's vocabulary; if `greedy`, tokens that the draft does
-        not have may be missing."""
-        is_larger = self.model.config.vocab_size > self._vocabulary
-        if greedy and not is_larger:
-            return self.model.scores(hidden, greedy=True)
-        return self._fit(self.model.logits(hidden))
 
     def _newest(self, step: StepInput) -> torch.Tensor:
         """Run the first pass. Returns the hidden states [B, H] of the roots."""
@@ -89,7 +84,7 @@ class DraftModelChain(NoDraft):
         positions = positions_from(start, rows)
         tokens = step.batch.tokens[step.slots[:, None], positions].flatten()
         context = step.decode_metadata(start, rows).bind(self.cache)
-        last = self.model.forward(self._known(tokens), positions.flatten(), context).last
+        last = self.model.forward(self._read(tokens), positions.flatten(), context).last
         hidden = last.view(len(step.slots), rows, -1)
         if rows == 2:
             return hidden[:, -1]
@@ -100,23 +95,10 @@ class DraftModelChain(NoDraft):
         """Run the last of `drafts` [B, n]. Returns its hidden states [B, H]."""
         place = step.lengths + drafts.shape[1]
         context = step.decode_metadata(place, 1).bind(self.cache)
-        return self.model.forward(self._known(drafts[:, -1]), place, context).last
+        return self.model.forward(self._read(drafts[:, -1]), place, context).last
 
-    def _known(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Clamp tokens to those that the draft has embeddings for: a target with a larger padded vocabulary may choose
-        a padding token."""
-        return tokens if self._knows_all else tokens.clamp(max=self.model.config.vocab_size - 1)
-
-    @property
-    def _knows_all(self) -> bool:
-        return self.model.config.vocab_size >= self._vocabulary
-
-    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
-        """Pad or cut the draft's logits [B, Vd] to the target's vocabulary; missing tokens get probability 0."""
-        missing = self._vocabulary - logits.shape[-1]
-        if missing <= 0:
-            return logits[:, : self._vocabulary]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+    def _read(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._vocabulary.read(tokens)
 
 
 class LaggingDraftModel(DraftModelChain):
@@ -124,7 +106,7 @@ class LaggingDraftModel(DraftModelChain):
     The pass has a fixed number of tokens, the most that can be new; what it computes after the root is overwritten."""
 
     def __init__(
-        self, model: Decoder, forward: Forward, cache: KVCache, vocabulary: int, first: int, device_rows: int
+        self, model: Decoder, forward: Forward, cache: KVCache, vocabulary: SameVocabulary, first: int, device_rows: int
     ) -> None:
         """first: see `DraftModelChain`."""
         super().__init__(model, forward, cache, vocabulary, first)
@@ -142,7 +124,7 @@ class LaggingDraftModel(DraftModelChain):
         new, count = self._new[step.slots], self._first
         start = step.lengths + 1 - new
         positions = positions_from(start, count)
-        tokens = self._known(step.batch.tokens[step.slots[:, None], positions])
+        tokens = self._read(step.batch.tokens[step.slots[:, None], positions])
         context = step.decode_metadata(start, count).bind(self.cache)
         last = self.model.forward(tokens.flatten(), positions.flatten(), context).last
         hidden = last.view(len(new), count, -1)
@@ -157,23 +139,29 @@ class DraftModelTree(LaggingDraftModel):
     """
 
     def __init__(
-        self, model: Decoder, forward: Forward, cache: KVCache, shape: DraftShape, vocabulary: int, device_rows: int
+        self,
+        model: Decoder,
+        forward: Forward,
+        cache: KVCache,
+        shape: DraftShape,
+        vocabulary: SameVocabulary,
+        device_rows: int,
     ) -> None:
         super().__init__(model, forward, cache, vocabulary, shape.steps + 1, device_rows)
         self._shape = shape
 
     def propose(self, step: StepInput) -> Proposal:
-        model, lengths = self.model, step.lengths
-        logits = self._fit(model.logits(self._newest(step)))
+        model, lengths, words = self.model, step.lengths, self._vocabulary
+        logits = words.fit(model.logits(self._newest(step)))
 
         def run(beams: Beams) -> torch.Tensor:
             width = beams.tokens.shape[1]
             positions = (lengths + beams.depth).repeat_interleave(width)
             context = step.decode_metadata(lengths, width, beams.ancestors, beams.first).bind(self.cache)
-            features = model.forward(self._known(beams.tokens).flatten(), positions, context)
-            return self._fit(model.logits(features.last)).view(len(lengths), width, -1)
+            features = model.forward(self._read(beams.tokens).flatten(), positions, context)
+            return words.fit(model.logits(features.last)).view(len(lengths), width, -1)
 
-        drafts, ancestors = expand(logits, self._shape, run, states=draft_states(step, self._vocabulary))
+        drafts, ancestors = expand(logits, self._shape, run, words.ids, draft_states(step, words.size))
         return Proposal(drafts, step.batch.filled(self._shape.tokens, step.slots), ancestors=ancestors)
 
 
@@ -193,7 +181,7 @@ class RecurrentDraftChain(LaggingDraftModel):
         start, count = step.lengths + 1, drafts.shape[1]
         context = step.decode_metadata(start, count).bind(self.cache)
         positions = positions_from(start, count).flatten()
-        last = self.model.forward(self._known(drafts).flatten(), positions, context).last
+        last = self.model.forward(self._read(drafts).flatten(), positions, context).last
         self._states.commit(step.slots, step.batch.filled(-1, step.slots), None)  # nothing of this pass
         return last.view(len(drafts), count, -1)[:, -1]
 
@@ -209,7 +197,7 @@ def _read_config(found: dict[str, Any]) -> ModelConfig:
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
-    """The draft is another checkpoint with the same vocabulary, or the target without some layers ("self:skip=12-15").
+    """The draft is another checkpoint, or the target without some layers ("self:skip=12-15").
 
     Skipping layers follows Zhang et al., "Draft & Verify" (2023). Raises SpecbatchError if the draft does not fit the
     target.
@@ -243,17 +231,26 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
         own = draft.tokenizer()
     # A draft of random weights has no tokenizer, and one that was given is the target's alone: only the sizes count.
     theirs = ByteTokenizer(target.config.vocab_size) if isinstance(own, ByteTokenizer) else target.tokenizer()
-    difference = vocabulary_difference(theirs, own)
-    if difference:
-        raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}); use one of its family")
+    shared = None
+    if difference := vocabulary_difference(theirs, own):
+        shared = None if isinstance(own, ByteTokenizer) else shared_tokens(theirs, own)
+        if shared is None:
+            works = "and shares no text with it; use a draft whose tokens are texts of the target's"
+            raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}), {works}")
     log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")
     if draft.config.length_note is not None:
         log(f"draft: {draft.config.length_note}")
+    if shared is not None:
+        log(
+            f"draft: another vocabulary ({difference}): it drafts the {len(shared.draft)} of its tokens that are also "
+            f"among the target's {len(shared.known)}"
+        )
 
     def loaded(model: Decoder, loader: Loader) -> Decoder:
         return loader.model(draft, of_draft=True)
 
-    return _plan(config, target.config, draft.config, range(draft.config.num_layers), loaded, draft.config)
+    layers = range(draft.config.num_layers)
+    return _plan(config, target.config, draft.config, layers, loaded, draft.config, shared)
 
 
 def _plan(
@@ -263,14 +260,15 @@ def _plan(
     layers: Sequence[int],
     model_of: Callable[[Decoder, Loader], Decoder],
     own: ModelConfig | None = None,
+    shared: SharedTokens | None = None,
 ) -> DraftPlan:
     """The plan of a draft model that consists of these `layers` of a model with the config `draft`. model_of: makes it
-    from the target; own: the model whose weights are loaded for it."""
+    from the target; own: the model whose weights are loaded for it; shared: with another vocabulary."""
     asked = config.speculation
     if own is None and asked.quantizes_draft:
         works = "a draft that skips layers shares the target's weights; leave it out"
         raise refuse("draft_quantization", asked.draft_quantization, works)
-    shape, vocabulary = asked.shape, target.vocab_size
+    shape, sizes = asked.shape, (target.vocab_size, draft.vocab_size)
     attention = sum(layer in layers for layer in draft.kv_layers)
     if recurrent := sum(not draft.has_kv[layer] for layer in layers):
         _check_recurrent(asked, recurrent)
@@ -279,6 +277,7 @@ def _plan(
     def build(model: Decoder, loader: Loader) -> DraftModelChain:
         found, rows = model_of(model, loader), len(loader.page_table)
         way = loader.draft(found)
+        vocabulary = SameVocabulary(*sizes) if shared is None else OtherVocabulary(*sizes, shared, found.device)
         if asked.drafts_trees:
             return DraftModelTree(found, *way, shape, vocabulary, rows)
         if recurrent:

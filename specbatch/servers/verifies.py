@@ -47,7 +47,7 @@ class Drafting:
     trimmed.
 
     server              "vLLM" or "SGLang"
-    accepted_histogram  verifies that accepted 0, 1, 2, ... drafts
+    accepted_histogram  verifies that accepted 0, 1, 2, ... drafts, to the last number that there is
     steps               of each verify, in order; empty if it does not tell
     """
 
@@ -59,10 +59,13 @@ class Drafting:
     steps: tuple[Step, ...] = ()
 
     @property
-    def drafts_are_alike(self) -> bool:
-        """Whether the histogram is of all verifies, and each of them had as many drafts as it has places for."""
-        counts = self.accepted_histogram
-        return sum(counts) == self.verifies and self.proposed == self.verifies * (len(counts) - 1)
+    def counts(self) -> tuple[int, ...]:
+        """`accepted_histogram` up to the number of drafts, if all verifies had the same; else empty. SGLang's ends with
+        the most drafts that were accepted."""
+        found, each = self.accepted_histogram, self.proposed // max(self.verifies, 1)
+        if sum(found) != self.verifies or self.proposed != self.verifies * each or len(found) > each + 1:
+            return ()
+        return (*found, *[0] * (each + 1 - len(found)))
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,8 @@ def add_verifies(
         _count(metrics, steps, silent, trimmed, max_tokens)
     elif isinstance(drafting, Timings):
         metrics.drafted, metrics.accepted = drafting.proposed, drafting.accepted
-    elif drafting.drafts_are_alike:
-        metrics.untrimmed_histogram = list(drafting.accepted_histogram)
+    else:
+        metrics.untrimmed_histogram = list(drafting.counts)
 
 
 def _count(metrics: RequestMetrics, steps: Sequence[Step], silent: int, trimmed: int, max_tokens: int) -> None:

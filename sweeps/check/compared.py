@@ -23,6 +23,8 @@ LEAST_GAP = 0.5
 # so much noise that it would explain all of its own divergences (llama.cpp with a wrong base of rope: 0.9 to 1.5).
 MOST_NOISE = 0.5
 _ALIKE = 4  # different tokens that must follow as expected for a shape to be one; an answer that loops shows none
+_REPEATED = "a token is repeated, and the rest is as it should be"
+_MISSING = "a token is missing, and the rest is as it should be"
 
 ROUNDING, FAULT, UNJUDGED = "rounding", "fault", "not judged"
 
@@ -48,14 +50,12 @@ class Divergence:
     verdict: str = UNJUDGED
 
     def judged(self, bound: float) -> Divergence:
-        """With a verdict. bound: of the gap that rounding explains."""
-        if self.shape:
-            verdict = FAULT
-        elif self.gap is None:
-            verdict = UNJUDGED
-        else:
-            verdict = FAULT if self.gap > bound else ROUNDING
-        return replace(self, verdict=verdict)
+        """With a verdict. bound: of the gap that rounding explains. A model that chooses between two tokens which are
+        nearly as likely may leave out or repeat a word and go on as before, so there the gap decides."""
+        is_close = self.gap is not None and self.gap <= bound
+        if is_close and self.shape in ("", _REPEATED, _MISSING):
+            return replace(self, shape="", verdict=ROUNDING)
+        return replace(self, verdict=UNJUDGED if self.gap is None and not self.shape else FAULT)
 
 
 def bound_of(noises: Sequence[float]) -> float:
@@ -108,11 +108,11 @@ def _shape(wanted: list[Any], found: list[Any], place: int) -> str:
     is_repeated = place and found[place : place + 1] == found[place - 1 : place]
     after = wanted[place : place + max(0, rest)]
     if is_repeated and len({*after}) >= _ALIKE and found[place + 1 : place + 1 + rest] == after:
-        return "a token is repeated, and the rest is as it should be"
+        return _REPEATED
     rest = min(len(wanted) - place - 1, len(found) - place)
     after = found[place : place + max(0, rest)]
     if len({*after}) >= _ALIKE and after == wanted[place + 1 : place + 1 + rest]:
-        return "a token is missing, and the rest is as it should be"
+        return _MISSING
     return ""
 
 

@@ -64,6 +64,26 @@ def first_change(reply: Reply, known: set[Token], *, is_raised: bool, least: flo
     return None
 
 
+def repeats(reply: Reply, prompt: set[Token]) -> tuple[list[int], list[int]]:
+    """The numbers of tokens until a repetition penalty of 2 should have changed one: near ties of a token that the
+    answer had before, and of one of the prompt, as long as none of the answer is concerned."""
+    seen: set[Token] = set()
+    of_answer: list[int] = []
+    of_prompt: list[int] = []
+    for index in range(_shown(reply)):
+        token = reply.pieces[index]
+        best = max(
+            (value for other, value in reply.top[index].items() if other not in seen | prompt), default=-math.inf
+        )
+        if reply.logprobs[index] - best < 0.5:
+            if token in seen:
+                of_answer.append(index + 1)
+            elif token in prompt and not of_answer:
+                of_prompt.append(index + 1)
+        seen.add(token)
+    return of_answer, of_prompt
+
+
 def _shown(reply: Reply) -> int:
     return min(len(reply.top), len(reply.logprobs), len(reply.pieces))
 

@@ -26,6 +26,7 @@ from specbatch.sweeps.check.places import (
     largest_gap,
     lead,
     new_token,
+    repeats,
     stop_place,
 )
 
@@ -270,17 +271,29 @@ class Probes:
         return IGNORED, f"{value:g} does not change an answer that it must change"
 
     def _repetition_penalty(self) -> tuple[str, str]:
-        """At 2 a token that prompt or answer have loses at least half of its logit."""
-        name = "repeat_penalty" if self._is_llamacpp else "repetition_penalty"
-        for place, reply in self._answers():
-            seen, found = self._prompt_of(place, reply), 0
-            for index, (token, top) in enumerate(zip(reply.pieces, reply.top, strict=False)):
-                best = max((value for other, value in top.items() if other not in seen), default=-math.inf)
-                found += token in seen and reply.logprobs[index] - best < 0.5
-                seen.add(token)
-                if found == 2:
-                    return self._penalized(place, reply, index + 1, name, 2.0)
-        return self._without_effect
+        """vLLM and transformers count tokens of prompt and answer, SGLang those of the answer only."""
+        found = [(place, reply, repeats(reply, self._prompt_of(place, reply))) for place, reply in self._answers()]
+        of_answer = self._repeated([(place, reply, ends) for place, reply, (ends, _) in found])
+        if of_answer is not None and of_answer[0] != HONORED:
+            return of_answer
+        of_prompt = self._repeated([(place, reply, ends) for place, reply, (_, ends) in found])
+        if of_prompt is None or of_prompt[0] == HONORED:
+            return of_prompt or of_answer or self._without_effect
+        text = "tokens of the prompt do not count"
+        return (HONORED, text) if of_answer else (UNTESTED, f"{text}, and no answer repeats its own")
+
+    def _repeated(self, found: list[tuple[int, Reply, list[int]]]) -> tuple[str, str] | None:
+        """Whether a penalty of 2 changes near ties. It takes half of a logit, which may be small, so that only two that
+        stay show that it is ignored."""
+        name, tried = "repeat_penalty" if self._is_llamacpp else "repetition_penalty", 0
+        for place, reply, ends in sorted(found, key=lambda one: -len(one[2])):
+            if not ends:
+                break
+            result = self._penalized(place, reply, ends[:2][-1], name, 2.0)
+            tried += len(ends[:2])
+            if result[0] == HONORED or tried > 1:
+                return result
+        return None
 
     def _prompt_of(self, place: int, reply: Reply) -> set[Token]:
         """The tokens of a prompt, named as the log-probabilities of its answer name them: SGLang sends ids of answers,

@@ -46,10 +46,10 @@ _STEPS = "the steps of the draft after its first one: its hidden state, cache or
 
 @dataclass(frozen=True)
 class Growth:
-    """How many accepted drafts per verify the lower engine has, as a share of those of the other one, in the shortest
-    and the longest context, and the estimate of what the share gains from one to the other."""
+    """How many accepted drafts per verify the lower engine has, as a share of those of the other one, in contexts below
+    `start` tokens and from there on, and the estimate of what the share gains from one to the other."""
 
-    starts: tuple[int, int]
+    start: int
     shares: tuple[float, float]
     estimate: Estimate
 
@@ -64,10 +64,8 @@ class Growth:
         return ends is not None and ends[0] > -loss
 
     def __str__(self) -> str:
-        low, high = (
-            f"{share:.0%} of them after {start}" for share, start in zip(self.shares, self.starts, strict=True)
-        )
-        return f"{low} and {high} or more tokens"
+        low, high = self.shares
+        return f"{low:.0%} of them after fewer than {self.start} tokens, {high:.0%} after more"
 
 
 def reasons(found: Difference) -> list[str]:
@@ -118,26 +116,24 @@ def _explained(found: Difference, differing: list[int]) -> Iterator[str]:
     lower, higher = (other, base) if found.length.value < 0 else (base, other)
     if (loss := _loss(found)) < SMALL:
         yield f"{lower.label} accepts {loss:.1%} fewer drafts, which rounding in the draft may explain"
+    growth, others = _growth(found, lower, higher), ""
+    if (same := found.pairing.same) is not None and not found.pairing.of_same_answers:
+        others = f", or the answers, of which {same} of {found.pairing.total} are the same"
+    if growth is not None and growth.is_loss:
+        cause = _ROPE if _takes_draft(found) else "how far back tokens are looked up"
+        than = f"{lower.label} has fewer accepted drafts than {higher.label}, the fewer the longer the context"
+        yield f"{than} ({growth}): {cause}{_set(found)}{others}"
     fewer_accepted = [place for place in differing if found.positions[place].value * found.length.value > 0]
-    if fewer_accepted and (pattern := _pattern(found, fewer_accepted[0], lower, higher)) is not None:
-        same, total = found.pairing.same, found.pairing.total
-        others = f", or the answers, of which {same} of {total} are the same"
-        yield pattern + (others if same is not None and not found.pairing.of_same_answers else "")
+    if fewer_accepted and (pattern := _pattern(found, fewer_accepted[0], lower, growth)) is not None:
+        yield pattern + others
 
 
-def _pattern(found: Difference, place: int, lower: Side, higher: Side) -> str | None:
+def _pattern(found: Difference, place: int, lower: Side, growth: Growth | None) -> str | None:
     """The reason that follows from where acceptance is lower. place: the first draft position where it is."""
     change = found.positions[place]
     few, many = sorted(value for value in (change.before, change.after) if value is not None)
-    growth = _growth(found, lower, higher)
-    name = _algorithm(found)
-    heads = name is None or ALGORITHMS[name].draft is not None or ALGORITHMS[name].in_target
+    name, heads = _algorithm(found), _takes_draft(found)
     theirs = f"{lower.label} accepts {few:.0%} in place of {many:.0%} of draft {place + 1}"
-    if growth is not None and growth.is_loss:
-        text = (
-            f"{lower.label} has fewer accepted drafts than {higher.label}, the fewer the longer the context ({growth})"
-        )
-        return f"{text}: {_ROPE if heads else 'how far back tokens are looked up'}{_set(found)}"
     if place > 0:
         return f"{theirs} (where tried), and no fewer before it: {_STEPS}{_set(found)}" if heads else None
     if few < HARDLY_ANY * many and heads:
@@ -216,16 +212,30 @@ def _fewer_drafts(found: Difference) -> str | None:
 
 
 def _growth(found: Difference, lower: Side, higher: Side) -> Growth | None:
-    """None where the contexts have one length, or too few prompts."""
+    """None where the contexts have one length, or too few prompts. By the context of each verify; of servers that do
+    not show it, by the length of the prompt."""
     if found.pairing.indices is None:
         return None
-    enough = [start for start, change in found.contexts.items() if change.interval.low is not None]
-    if len(enough) < 2:
-        return None
-    starts = enough[0], enough[-1]
-    pairs = [(lower.prompts[index], higher.prompts[index]) for index in found.pairing.indices]
+    shared = [(lower.prompts[index], higher.prompts[index]) for index in lower.prompts if index in higher.prompts]
+    chosen = [(lower.prompts[index], higher.prompts[index]) for index in found.pairing.indices]
+    return _growth_of(chosen) or _growth_of(shared)
+
+
+def _growth_of(pairs: list[tuple[Prompt, Prompt]]) -> Growth | None:
     known = [pair for pair in pairs if all(one.knows_contexts for one in pair)]
-    rows = np.array([_of_contexts(low, starts) + _of_contexts(high, starts) for low, high in known], float)
+    counts = [(low.context, high.context) for low, high in known]
+    if not known:
+        counts = [(low.prompt_length, high.prompt_length) for low, high in pairs]
+    best: tuple[int, int, Any] = (0, 0, None)
+    for start in sorted({length for pair in counts for one in pair for length in one}):
+        rows = np.array([_around(start, low) + _around(start, high) for low, high in counts], float)
+        # Of the prompts only some reach both kinds of contexts.
+        reach = min(int(np.count_nonzero(rows[:, at])) for at in (0, 2, 4, 6))
+        if reach > best[0]:
+            best = reach, start, rows
+    reach, start, rows = best
+    if reach < LEAST_PROMPTS:
+        return None
 
     def shares(sums: Any) -> Any:
         return [(sums[..., at + 1] / sums[..., at] - 1) / (sums[..., at + 5] / sums[..., at + 4] - 1) for at in (0, 2)]
@@ -236,16 +246,24 @@ def _growth(found: Difference, lower: Side, higher: Side) -> Growth | None:
     if not np.isfinite(values).all():
         return None
     error = float(values.std(ddof=1)) / math.sqrt(len(values))
-    # Of the prompts only some reach the longest contexts.
-    reach = min(int(np.count_nonzero(rows[:, at])) for at in (0, 2, 4, 6))
-    if reach < LEAST_PROMPTS:
-        return None
     estimate = Estimate(float(whole[1] - whole[0]), error, reach - 1)
-    return Growth(starts, (float(whole[0]), float(whole[1])), estimate)
+    return Growth(start, (float(whole[0]), float(whole[1])), estimate)
 
 
-def _of_contexts(one: Prompt, starts: tuple[int, int]) -> list[int]:
-    return [count for start in starts for count in one.context.get(start, [0, 0])]
+def _around(start: int, counts: dict[int, list[int]]) -> list[int]:
+    """Verifies and emitted tokens in contexts below `start`, and from there on."""
+    sides = [[0, 0], [0, 0]]
+    for length, (verifies, emitted) in counts.items():
+        side = sides[length >= start]
+        side[0] += verifies
+        side[1] += emitted
+    return [*sides[0], *sides[1]]
+
+
+def _takes_draft(found: Difference) -> bool:
+    """Whether the drafter has weights, as far as it is known."""
+    name = _algorithm(found)
+    return name is None or ALGORITHMS[name].draft is not None or ALGORITHMS[name].in_target
 
 
 def _algorithm(found: Difference) -> str | None:

@@ -37,6 +37,7 @@ class Prompt:
     drafted           tokens
     tried, accepted   by draft position, from the first on
     context           by length of the context in tokens: verifies, and tokens that they emitted
+    prompt_length     the same by length of the prompt
     digests           of the answers, as far as they are known
     """
 
@@ -47,6 +48,7 @@ class Prompt:
     tried: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     context: dict[int, list[int]] = field(default_factory=dict)
+    prompt_length: dict[int, list[int]] = field(default_factory=dict)
     digests: set[str] = field(default_factory=set)
 
     @property
@@ -59,6 +61,9 @@ class Prompt:
         self.answers += 1
         self.verifies += row.get("verify_steps") or 0
         self.emitted += row.get("emitted") or 0
+        length = row.get("prompt_tokens") or 0
+        counts = [row.get("verify_steps") or 0, row.get("emitted") or 0]
+        self.prompt_length[length] = sum_lists([self.prompt_length.get(length, []), counts])
         if (digest := row.get("text_digest")) or "token_ids" in row:
             self.digests.add(digest or str(list(row["token_ids"] or ())))
         if untrimmed := row.get("untrimmed_histogram"):

@@ -11,7 +11,10 @@ from rival_servers import Rival, rival
 from specbatch.cli.advise import candidates
 from specbatch.cli.options import EngineOptions
 from specbatch.engine.scoring import Likelihood
+from specbatch.errors import SpecbatchError
+from specbatch.models.heads.dflash import published_shape
 from specbatch.sweeps.report.points import load_records
+from specbatch.weights import open_checkpoint
 
 SHORT = ("--device", "cpu", "--output-len", 5, "--prompts-per-concurrency", 2)
 
@@ -67,19 +70,48 @@ def test_candidates(tmp_path):
     (tmp_path / "head").mkdir()
     (tmp_path / "head" / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
     drafts = ["ngram", "mtp", "self:skip=1-2", "eagle3=org/head", str(tmp_path / "head"), "dflash=org/block"]
-    found = candidates(EngineOptions(device="cpu"), drafts, None, concurrency=2)
+    found = candidates(EngineOptions(device="cpu"), drafts, "1,3", concurrency=2)
     shown = {name: (own.speculation.algorithm, own.speculation.draft) for name, own in found.items()}
     assert shown.pop("baseline") == ("none", None)
     assert shown["eagle3 head draft-tokens=1"] == ("eagle3", "org/head")
     assert ("eagle3", str(tmp_path / "head")) in shown.values(), "a folder says its algorithm"
     assert shown["standalone self:skip=1-2 draft-tokens=3"] == ("standalone", "self:skip=1-2")
-    lengths = [own.speculation.num_drafts for own in found.values() if own.speculation.algorithm == "dflash"]
-    assert lengths == [1, 8, 15]
+    heads = {name for name in found if name.startswith("eagle3 head") and name.endswith("=3")}
+    assert len(heads) == 2, "two heads of the same name"
     assert [own.speculation.num_drafts for own in candidates(EngineOptions(), None, "2,4", concurrency=2).values()] == [
         0,
         2,
         4,
     ]
+
+
+def test_the_usual_number_is_that_of_the_draft(tmp_path):
+    """A DFLASH head with a block of 8 drafts 7 tokens, not the 15 of published ones."""
+    block = tmp_path / "block"
+    block.mkdir()
+    shape = published_shape(open_checkpoint("qwen3-8b", "dummy").config) | {"block_size": 8}
+    (block / "config.json").write_text(json.dumps(shape))
+    engine = EngineOptions(model="qwen3-8b", load_format="dummy", device="cpu")
+    found = candidates(engine, ["dflash=dummy", f"dflash={block}", "ngram"], None, concurrency=2)
+    assert [*found][1:] == [
+        *(f"dflash dummy draft-tokens={count}" for count in (1, 8, 15)),
+        *(f"dflash block draft-tokens={count}" for count in (1, 4, 7)),
+        *(f"ngram draft-tokens={count}" for count in (1, 2, 4)),
+    ]
+
+
+@pytest.mark.parametrize(("given", "used"), [((), "auto"), (("--prefill-graph", "off"), "off")])
+def test_candidates_have_the_usual_prefill_graphs(run, prompts, monkeypatch, given, used):
+    """Advice compares drafts, so that nothing else of the engine is switched off, as `sweep` does."""
+    seen = []
+
+    def candidates(engine, *_, **settings):
+        seen.append(engine.prefill_graph)
+        raise SpecbatchError("stop")
+
+    monkeypatch.setattr("specbatch.cli.advise.candidates", candidates)
+    assert run("advise", prompts, *given, *SHORT).exit_code == 2
+    assert seen == [used]
 
 
 @pytest.mark.parametrize(

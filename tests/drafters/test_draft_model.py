@@ -15,11 +15,13 @@ from specbatch import SamplingParams
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.speculation import Speculation
 from specbatch.drafters.draft_model import DraftModelChain, parse_skip, plan
+from specbatch.drafters.draft_vocabulary import OtherVocabulary, SameVocabulary
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import DRAFT, uniform_ref, verify_keys
 from specbatch.kernels.sampling.sample import sample_ref
 from specbatch.models.decoder import Decoder
+from specbatch.text.shared_tokens import SharedTokens
 from specbatch.text.tokenizer import ByteTokenizer
 from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.opening import open_checkpoint
@@ -44,7 +46,7 @@ def prompts(randomness: random.Random) -> list[list[int]]:
 def test_greedy_chain_matches_uncached_model(bench: Any, tiny: Any, count: int, chunk: int) -> None:
     randomness = random.Random(count)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = DraftModelChain(model, *here.forward_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.forward_of(model), SameVocabulary(VOCABULARY, model.config.vocab_size))
     here.prefill(drafter, chunk)
     for turn, accepted in enumerate(here.acceptances(count, randomness)):
         proposal = drafter.propose(here.step(count, spare=(0, 6)[turn % 2]))
@@ -59,7 +61,7 @@ def test_cached_keys_match_uncached_model(bench: Any, tiny: Any) -> None:
     randomness = random.Random(7)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
     forward, cache = here.forward_of(model)
-    drafter = DraftModelChain(model, forward, cache, VOCABULARY)
+    drafter = DraftModelChain(model, forward, cache, SameVocabulary(VOCABULARY, model.config.vocab_size))
     here.prefill(drafter)
     for accepted in here.acceptances(3, randomness):
         proposal = drafter.propose(here.step(3))
@@ -70,7 +72,7 @@ def test_cached_keys_match_uncached_model(bench: Any, tiny: Any) -> None:
 def test_batch_may_shrink_and_reorder(bench: Any, tiny: Any) -> None:
     randomness = random.Random(3)
     model, here = tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = DraftModelChain(model, *here.forward_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.forward_of(model), SameVocabulary(VOCABULARY, model.config.vocab_size))
     here.prefill(drafter)
     while len(here.texts) > 1:
         proposal = drafter.propose(here.step(2))
@@ -95,7 +97,7 @@ def test_sampled_drafts_follow_the_reported_distribution(bench: Any, tiny: Any, 
     from it with the random number of its own position."""
     randomness = random.Random(11)
     count, model, here = 3, tiny(VOCABULARY), bench(prompts(randomness))
-    drafter = DraftModelChain(model, *here.forward_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.forward_of(model), SameVocabulary(VOCABULARY, model.config.vocab_size))
     here.prefill(drafter)
     setting = SAMPLING if truncated else {"temperature": SAMPLING["temperature"]}
     for accepted in here.acceptances(count, randomness):
@@ -126,7 +128,7 @@ def test_draft_of_another_vocabulary_drafts_the_targets_tokens(
     probability 0."""
     model = tiny(vocabulary)
     here = bench([[text % min(vocabulary, 13) for text in range(length)] for length in LENGTHS])
-    drafter = DraftModelChain(model, *here.forward_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.forward_of(model), SameVocabulary(VOCABULARY, model.config.vocab_size))
     here.prefill(drafter)
     for _ in range(3):
         proposal = drafter.propose(here.step(3, temperature=temperature))
@@ -147,7 +149,7 @@ def test_tokens_outside_the_draft_vocabulary_are_handled(bench: Any, tiny: Any, 
     """Rows past a target's vocabulary are padding, but the target may still select one."""
     model, known = tiny(9), 9
     here = bench([[VOCABULARY - 1] * length for length in LENGTHS])
-    drafter = DraftModelChain(model, *here.forward_of(model), VOCABULARY)
+    drafter = DraftModelChain(model, *here.forward_of(model), SameVocabulary(VOCABULARY, model.config.vocab_size))
     here.prefill(drafter)
     for _ in range(3):
         proposal = drafter.propose(here.step(3, temperature=temperature))
@@ -156,6 +158,42 @@ def test_tokens_outside_the_draft_vocabulary_are_handled(bench: Any, tiny: Any, 
             read = [[min(token, known - 1) for token in text] for text in here.texts]
             assert proposal.tokens.tolist() == greedy_chains(model, read, 3)
         here.commit(proposal.tokens, [3] * len(LENGTHS), [VOCABULARY - 1] * len(LENGTHS))
+
+
+# The draft has 11 tokens and the target 13. Five are shared, and each of the target's is read as one of the draft's.
+SHARED = SharedTokens([0, 7, 3, 10, 5], [12, 4, 0, 9, 1], [3, 5, 5, 0, 7, 7, 1, 2, 9, 10, 10, 3, 0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_drafts_of_another_tokenizer_are_shared_tokens(bench: Any, tiny: Any, temperature: float) -> None:
+    """Drafts and their distributions are those of the draft's logits of the shared tokens, after the text as the draft
+    reads it."""
+    randomness = random.Random(5)
+    model, here, count = tiny(11), bench(prompts(randomness)), 3
+    words = OtherVocabulary(VOCABULARY, 11, SHARED, torch.device("cpu"))
+    drafter = DraftModelChain(model, *here.forward_of(model), words)
+    here.prefill(drafter, 4)
+    for accepted in here.acceptances(count, randomness):
+        proposal = drafter.propose(here.step(count, temperature=temperature))
+        for place in range(count):
+            texts = [text + drafts[:place] for text, drafts in zip(here.texts, proposal.tokens.tolist(), strict=True)]
+            logits = run_texts(model, [[SHARED.known[token] for token in text] for text in texts])[0][:, SHARED.draft]
+            if temperature:
+                assert proposal.probabilities is not None
+                expected = torch.zeros(len(LENGTHS), VOCABULARY)
+                expected[:, SHARED.target] = (logits / temperature).softmax(-1)
+                torch.testing.assert_close(proposal.probabilities[:, place], expected, rtol=0, atol=1e-5)
+                assert expected.gather(1, proposal.tokens[:, place, None]).min() > 0
+            else:
+                assert proposal.tokens[:, place].tolist() == [SHARED.target[at] for at in logits.argmax(-1).tolist()]
+        here.commit(proposal.tokens, accepted, [randomness.randrange(VOCABULARY) for _ in LENGTHS])
+
+
+def test_tokens_that_a_model_lacks_are_not_shared() -> None:
+    words = OtherVocabulary(3, 4, SharedTokens([1, 5, 2], [0, 1, 7], [1, 5, 0, 2, 2]), torch.device("cpu"))
+    assert words.ids is not None
+    assert words.ids.tolist() == [0]
+    assert words.read(torch.tensor([0, 1, 2])).tolist() == [1, 0, 0]
 
 
 def test_skipped_layers_are_inclusive_ranges() -> None:

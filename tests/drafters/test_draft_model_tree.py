@@ -16,6 +16,7 @@ from specbatch.config.draft_shape import DraftShape
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.speculation import Speculation
 from specbatch.drafters.draft_model import DraftModelTree, plan
+from specbatch.drafters.draft_vocabulary import SameVocabulary
 from specbatch.drafters.tree import expand
 from specbatch.kernels.sampling.accept import commit_ref
 from specbatch.kernels.sampling.tree_verify import walk_tree_ref
@@ -59,7 +60,9 @@ class Run:
         prompts = [[self.randomness.randrange(VOCABULARY) for _ in range(length)] for length in LENGTHS]
         self.here = bench(prompts)
         forward, self.cache = self.here.forward_of(self.model)
-        self.drafter = DraftModelTree(self.model, forward, self.cache, shape, VOCABULARY, len(self.here.batch.lengths))
+        self.drafter = DraftModelTree(
+            self.model, forward, self.cache, shape, SameVocabulary(VOCABULARY, VOCABULARY), len(self.here.batch.lengths)
+        )
         self.here.prefill(self.drafter, chunk)
 
     def propose(self) -> tuple[Any, Any]:
@@ -142,7 +145,9 @@ def test_padding_rows_stay_within_their_page(bench: Any, tiny: Any) -> None:
 def test_draft_with_another_padded_vocabulary(bench: Any, tiny: Any, vocabulary: int) -> None:
     run = Run(bench, tiny, SHAPES[2])
     own = run.drafter
-    run.drafter = DraftModelTree(run.model, own._forward, run.cache, SHAPES[2], vocabulary, 20)
+    run.drafter = DraftModelTree(
+        run.model, own._forward, run.cache, SHAPES[2], SameVocabulary(vocabulary, VOCABULARY), 20
+    )
     step, proposal = run.propose()
     assert proposal.tokens.min() >= 0
     assert proposal.tokens.max() < min(vocabulary, VOCABULARY)

@@ -172,6 +172,7 @@ WITHOUT_ATTENTION = {
     }.items()
 }
 DRAFTS = {"drafts": TARGETS["llama"], "recurrent-drafts": TARGETS["qwen3.5"]}
+DRAFTS["other-drafts"] = TARGETS["llama"] | {"vocab_size": SIZES["vocab_size"] - 3}
 
 MTP = ("glm4-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe", "deepseek-v3")  # whose checkpoints hold a draft head
 
@@ -180,8 +181,9 @@ class Letters:
     """A tokenizer of single characters."""
 
     name, bos_id, has_chat_template, vocab_size = "letters", None, False, SIZES["vocab_size"]
-    eos_ids = frozenset({2})
+    eos_id, eos_ids = 2, frozenset({2})
     byte_tokens: dict[int, int] = {}  # noqa: RUF012
+    hidden: dict[str, int] = {}  # noqa: RUF012
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(letter) - 64 for letter in text]
@@ -195,6 +197,21 @@ class Letters:
     def token_bytes(self) -> list[bytes | None]:
         return [text.encode() for text in self.vocabulary()]
 
+    @property
+    def shown_bytes(self) -> list[bytes | None]:
+        return self.token_bytes()
+
+
+class OtherLetters(Letters):
+    """The letters of the target in another order, without some of them, and with one that it lacks."""
+
+    name, vocab_size = "other letters", SIZES["vocab_size"] - 3
+    eos_id, eos_ids = 7, frozenset({7})
+    of_target = tuple(5 * token % SIZES["vocab_size"] for token in range(vocab_size))
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join("?" if token == 11 else chr(64 + self.of_target[token]) for token in ids)
+
 
 # Scale of the embedding relative to the layers, so that about every other token is the one it predicts.
 STRENGTHS = {
@@ -202,7 +219,7 @@ STRENGTHS = {
     "gemma4-e2b": 0.45, "gpt-oss": 1.6,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
     "nemotron-h-moe": 1.9, "lfm2": 1.3, "lfm2-moe": 1.3, "glm4-moe": 1.8, "phi3": 1.2, "drafts": 2.0,
-    "recurrent-drafts": 2.0, "deepseek-v2": 0.8, "deepseek-v3": 1.0,
+    "recurrent-drafts": 2.0, "other-drafts": 2.0, "deepseek-v2": 0.8, "deepseek-v3": 1.0,
 }  # fmt: skip
 
 
@@ -225,8 +242,12 @@ class TargetCheckpoint:
             vocabulary, hidden, generator=torch.Generator().manual_seed(2)
         )
         last = torch.arange(vocabulary) // 4 * 4 + (torch.arange(vocabulary) - 1) % 4
-        self.tensors[self.config.names.embedding] = embedding
-        self.tensors[self.config.names.head] = embedding[last.clamp(max=vocabulary - 1)] / math.sqrt(hidden)
+        head = embedding[last.clamp(max=vocabulary - 1)] / math.sqrt(hidden)
+        if name == "other-drafts":
+            every = TargetCheckpoint("drafts").tensors
+            both = (every[self.config.names.embedding], every[self.config.names.head])
+            embedding, head = (tensor[list(OtherLetters.of_target)] for tensor in both)
+        self.tensors[self.config.names.embedding], self.tensors[self.config.names.head] = embedding, head
         self.mtp: dict[str, tuple[int, ...]] = {}
         self.cache: dict[str, tuple[int, ...]] = {}
         if name in MTP:
@@ -257,7 +278,7 @@ class TargetCheckpoint:
         return self.tensors[name]
 
     def tokenizer(self) -> Letters:
-        return Letters()
+        return OtherLetters() if self.name == "other-drafts" else Letters()
 
     def eagle_head(self, folder: Path) -> str:
         """A head of two layers for it in SafeAILab's format, with the target's embedding and output matrix."""
@@ -421,6 +442,8 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "model-budget": {**_MODEL, "draft_tokens": 4, "verify_budget": 2.5},
     "model-recurrent": {"algorithm": "standalone", "draft": "recurrent-drafts", "draft_tokens": 3},
     "model-auto": {**_MODEL, "draft_tokens": "auto", "draft_steps": 3},
+    "model-other": {"algorithm": "standalone", "draft": "other-drafts", "draft_tokens": 3},  # another vocabulary
+    "model-other-tree": {"algorithm": "standalone", "draft": "other-drafts", **_TREE},
     "model-tree": {**_MODEL, "draft_steps": 5, "draft_topk": 3, "draft_tokens": 7},
     "model-tree-pruned": {**_MODEL, "draft_steps": 4, "draft_topk": 4, "draft_tokens": 4},  # runs more than it verifies
     "eagle": {"algorithm": "eagle"},

@@ -21,6 +21,7 @@ CASES = [
     ("llama", "model"),
     ("llama", "model-block"),
     ("llama", "model-budget"),
+    ("llama", "model-other"),
     ("qwen3.5", "mtp"),
     ("lfm2", "model-tree"),
     ("nemotron-h", "eagle"),

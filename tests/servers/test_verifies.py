@@ -12,7 +12,7 @@ import pytest
 from specbatch.core.request import Request, RequestMetrics, SamplingParams
 from specbatch.servers.answer import Answer
 from specbatch.servers.client import Failed
-from specbatch.servers.verifies import Progress, Step, Timings, of_llamacpp
+from specbatch.servers.verifies import Drafting, Progress, Step, Timings, add_verifies, of_llamacpp
 
 ANSWERS = Path(__file__).parents[1] / "kit" / "llamacpp_answers.json"  # of xllamacpp 2026.10.11549
 PROMPT, END, DEPTH = [5, 6, 7], 1, 4
@@ -159,6 +159,24 @@ def test_counts_of_something_else_are_not_used():
         answer.take({"choices": [], "metrics": {"speculative_decoding": {"per_step_drafted": 7}}}, 1.0)
     with pytest.raises(Failed, match=r"metrics has num_spec_steps=-1, which is not a count"):
         answer.take({"choices": [], "metrics": {"speculative_decoding": {"num_spec_steps": -1}}}, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("histogram", "verifies", "proposed", "counts"),
+    [
+        ((3,), 3, 9, [3, 0, 0, 0]),  # of SGLang 0.5.23, where no draft was accepted
+        ((2, 1), 3, 9, [2, 1, 0, 0]),
+        ((0, 0, 0, 3), 3, 9, [0, 0, 0, 3]),
+        ((2, 1), 3, 8, []),
+        ((2,), 3, 9, []),
+        ((1, 0, 0, 2), 3, 6, []),
+    ],
+)
+def test_histograms_end_with_the_most_drafts_that_were_accepted(histogram, verifies, proposed, counts):
+    metrics = RequestMetrics(prompt_tokens=5, output_tokens=4)
+    accepted = sum(place * count for place, count in enumerate(histogram))
+    add_verifies(metrics, Drafting("SGLang", verifies, accepted, proposed, histogram), max_tokens=9, ended_early=True)
+    assert metrics.untrimmed_histogram == counts
 
 
 class Ends:

@@ -11,7 +11,15 @@ import pytest
 from specbatch.errors import SpecbatchError
 from specbatch.servers.replies import Reply
 from specbatch.sweeps.check.options import PROBES, probes_of
-from specbatch.sweeps.check.places import clear_tokens, first_change, hot_chances, largest_gap, lead, stop_place
+from specbatch.sweeps.check.places import (
+    clear_tokens,
+    first_change,
+    hot_chances,
+    largest_gap,
+    lead,
+    repeats,
+    stop_place,
+)
 from specbatch.sweeps.check.probes import Probes, _differs
 
 
@@ -122,3 +130,58 @@ def test_one_token_that_is_shown_is_compared_with_a_text_of_which_none_are() -> 
     longer = Reply(" Paris.", finish_reason="length")
     assert not _differs(Reply(" Paris", [7], [7]), longer, 1)
     assert _differs(Reply(" Rome", [8], [8]), longer, 1)
+
+
+# 1 and 5 are near ties with 9 wherever they stand; 1 is in the prompt.
+REPEATED = reply({1: -0.6, 9: -0.7}, {7: -0.1, 9: -3.0}, {1: -0.6, 9: -0.7}, {5: -0.6, 9: -0.7}, {5: -0.6, 9: -0.7})
+
+
+def test_places_that_a_repetition_penalty_changes() -> None:
+    assert repeats(REPEATED, {1}) == ([3, 5], [1]), "1 and 5 of the answer, after 1 of the prompt"
+    assert repeats(REPEATED, {1, 5}) == ([3, 5], [1]), "5 of the prompt comes when 1 of the answer may be changed"
+    assert repeats(REPEATED, {7}) == ([3, 5], []), "7 leads"
+    assert repeats(REPEATED, {1, 9}) == ([], []), "no other token is near"
+
+
+def _penalized(prompt: set[int], answer: Reply) -> Callable[[dict[str, Any]], Reply]:
+    """A server that gives 9 in place of a near tie which the answer had before, or the prompt."""
+
+    def reply_to(fields: dict[str, Any]) -> Reply:
+        seen, found = set(prompt), []
+        for place, token in enumerate(answer.pieces):
+            is_changed = "repetition_penalty" in fields and token in seen and lead(answer, place) < 0.5
+            found.append(9 if is_changed else token)
+            seen.add(token)
+        return Reply("", found, list(found)) if "repetition_penalty" in fields else answer
+
+    return reply_to
+
+
+NEAR = reply({1: -0.6, 8: -0.7}, {2: -0.6, 8: -0.7}, {1: -0.6, 8: -0.7}, {2: -0.6, 8: -0.7})
+
+
+@pytest.mark.parametrize(
+    ("answer", "counted", "found"),
+    [
+        (NEAR, {1, 2}, ("honored", "")),
+        (NEAR, set(), ("honored", "tokens of the prompt do not count")),  # SGLang 0.5.23
+        (reply(*NEAR.top[:2]), {1, 2}, ("honored", "")),
+        (reply(*NEAR.top[:1]), {1, 2}, ("honored", "")),
+        (reply(*NEAR.top[:1]), set(), ("not tested", "no answer that it must change")),  # one tie, of a small logit
+        (
+            reply(*NEAR.top[:2]),
+            set(),
+            ("not tested", "tokens of the prompt do not count, and no answer repeats its own"),
+        ),
+        (reply({4: -0.1, 8: -4.0}), set(), ("not tested", "no answer that it must change")),
+    ],
+)
+def test_repetition_penalty(answer: Reply, counted: set[int], found: tuple[str, str]) -> None:
+    asked = probes(_penalized(counted, answer), (1, 2), greedy={0: answer}, length=32)
+    probe = asked._one("repetition_penalty")
+    assert (probe.result, probe.detail) == found
+
+
+def test_repetition_penalty_that_is_ignored() -> None:
+    probe = probes(lambda fields: NEAR, (1, 2), greedy={0: NEAR}, length=32)._one("repetition_penalty")
+    assert probe.result == "ignored"

@@ -40,19 +40,20 @@ def answer(
     spare: int = 0,
     tokens: int = TOKENS,
     after: float | None = None,
+    prompt: int = 32,
 ) -> Completion:
     """An answer of so many tokens. spare: those at its end that are not drafted; after: the chance of later drafts."""
     random, left, found = Random(f"{seed} {index}"), tokens - 1, list[Step]()
     while left:
         right = 0
         while right < DRAFTS and random.random() < (
-            chance(right, 32 + tokens - left) if after is None or right < left else after
+            chance(right, prompt + tokens - left) if after is None or right < left else after
         ):
             right += 1
         drafted = min(DRAFTS, max(left - 1 - spare, 0)) if spare else DRAFTS
         found.append(Step(drafted, min(right, drafted)))
         left -= min(1 + found[-1].accepted, left)
-    metrics = RequestMetrics(prompt_tokens=32, output_tokens=tokens)
+    metrics = RequestMetrics(prompt_tokens=prompt, output_tokens=tokens)
     right = [step.accepted for step in found]
     counts = tuple(right.count(place) for place in range(DRAFTS + 1))
     drafting = Drafting("SGLang", len(found), sum(right), DRAFTS * len(found), counts, tuple(found) if steps else ())
@@ -67,7 +68,8 @@ def record(name: str, chance: Chance = usual, *, texts: str = "same", prompts: s
         found.config["server"] = f"server ({name}) at http://{name}, prompts as ids"
     seed = how.pop("seed", "drafts")
     count = how.pop("count", PROMPTS)
-    done = [answer(index, chance, seed, **how) for index in range(count)]
+    lengths = how.pop("lengths", [32])
+    done = [answer(index, chance, seed, prompt=lengths[index % len(lengths)], **how) for index in range(count)]
     found.requests = [one.as_row() | {"text_digest": f"{texts} {one.index}"} for one in done]
     found.metrics["verify_steps"] = sum(row["verify_steps"] for row in found.requests)
     return found
@@ -121,6 +123,17 @@ def test_patterns(chance: Chance, expected: str, is_base: bool) -> None:
     (text,) = reasons(*(reversed(both) if is_base else both))
     assert expected in text
     assert text.startswith("vllm")
+
+
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("count", [24, 12])
+def test_a_rope_theta_shows_in_prompts_of_many_lengths(steps: bool, count: int) -> None:
+    """Few prompts in each power of two, and of a server that shows no steps the length of the prompt only: as vLLM and
+    SGLang with a draft of another rope theta."""
+    how: dict[str, Any] = {"lengths": (60, 110, 250, 400, 800, 1100, 1300), "tokens": 40, "count": count}
+    falls: Chance = lambda draft, context: usual(draft, context) * (0.9 if context < 512 else 0.03)  # noqa: E731
+    (text,) = reasons(record("specbatch", **how), record("vllm", falls, seed="others", steps=steps, **how))
+    assert ("another rope theta or scaling" in text) == (count == 24), text
 
 
 def test_what_cannot_be_told() -> None:
