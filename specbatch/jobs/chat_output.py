@@ -37,7 +37,7 @@ class ChatOutput:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, has_grammar: bool = False) -> None:
-        template = tokenizer.chat_template or ""
+        template = tokenizer.tool_template or ""
         self.tokenizer = tokenizer
         self._has_grammar = has_grammar
         self.reasoning = Reasoning(tokenizer)

@@ -45,6 +45,7 @@ class Tokenizer:
         bos_id: int | None = None,
         add_bos: bool | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         special_tokens: dict[str, str] | None = None,
         is_of_transformers: bool = False,
     ) -> None:
@@ -59,6 +60,7 @@ class Tokenizer:
         self._add_bos = add_bos
         self._is_of_transformers = is_of_transformers
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template, name)
+        self._tool_template = None if tool_template is None else ChatTemplate(tool_template, name)
         self._special_tokens = special_tokens or {}
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
@@ -78,6 +80,7 @@ class Tokenizer:
             bos_id=bos,
             add_bos=found.add_bos,
             chat_template=found.chat_template,
+            tool_template=found.tool_template,
             special_tokens=found.special_tokens,
             is_of_transformers=found.names_class or found.backend.post_processor is not None,
         )
@@ -112,6 +115,11 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The source of the chat template."""
         return None if self._chat_template is None else self._chat_template.source
+
+    @property
+    def tool_template(self) -> str | None:
+        """The source of the template for conversations with tools."""
+        return self.chat_template if self._tool_template is None else self._tool_template.source
 
     @property
     def special_tokens(self) -> Mapping[str, str]:
@@ -158,28 +166,29 @@ class Tokenizer:
         JSON. Raises SpecbatchError if the model has no template, or the template rejects the messages, has no such
         variable, shows no tools, does not render tool calls or does not render the last message as it is.
         """
-        if self._chat_template is None:
+        template = self._tool_template if tools and self._tool_template is not None else self._chat_template
+        if template is None:
             raise refuse("chat_template", None, f"{self.name} has none; use chat_template=False, or plain prompts")
-        if enable_thinking is not None and "enable_thinking" not in self._chat_template.source:
+        if enable_thinking is not None and "enable_thinking" not in template.source:
             works = f"the chat template of {self.name} has no enable_thinking; leave it out"
             raise refuse("thinking", enable_thinking, works)
-        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self._chat_template.source:
+        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in template.source:
             works = f"the chat template of {self.name} does not render tool calls; write them as content"
             raise refuse_json("messages", messages, works)
-        if tools and not _TOOLS.search(self._chat_template.source):
+        if tools and not _TOOLS.search(template.source):
             works = f"the chat template of {self.name} does not show tools to the model; leave them out"
             raise refuse_json("tools", [tool["function"]["name"] for tool in tools], works)
         if continue_final_message:
-            return self._continued(self._chat_template, messages, enable_thinking)
+            return self._continued(template, messages, enable_thinking)
         variables = self._variables(messages, add_generation_prompt, enable_thinking, tools)
         try:
-            return self._chat_template.render(**variables)
+            return template.render(**variables)
         except SpecbatchError:
             texts = with_argument_texts(variables["messages"])
             if texts is None:
                 raise
             with suppress(SpecbatchError):  # the first reason is that of the usual form
-                return self._chat_template.render(**variables | {"messages": texts})
+                return template.render(**variables | {"messages": texts})
             raise
 
     def _continued(
@@ -262,7 +271,7 @@ class ByteTokenizer(Tokenizer):
         self.vocab_size = vocab_size
         self.eos_ids = frozenset({BYTE_EOS})
         self.bos_id = None
-        self._chat_template = None
+        self._chat_template = self._tool_template = None
         self._special_tokens = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True, as_transformers: bool = False) -> list[int]:

@@ -35,7 +35,7 @@ class StubTokenizer:
 
     name, vocab_size, eos_ids, bos_id = "bytes", 257, frozenset({256}), None
     has_chat_template = True
-    chat_template = None
+    chat_template = tool_template = None
     special_tokens: dict[str, str] = {}  # noqa: RUF012
     hidden: dict[str, int] = {}  # noqa: RUF012
 

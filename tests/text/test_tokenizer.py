@@ -248,6 +248,24 @@ def test_arguments_are_texts_where_the_template_fails_with_objects(tmp_path: Pat
         tokenizer.apply_chat_template([{"role": "assistant", "tool_calls": [*calls]}, {"role": "user"}])
 
 
+@pytest.mark.parametrize("in_files", [False, True])
+def test_template_for_tools(tmp_path: Path, backend: Backend, in_files: bool) -> None:
+    """Some models, such as Hermes 2 Pro and Hermes 3, have one of its own."""
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | length }}<tool_call></tool_call>"}
+    named = [{"name": name, "template": text} for name, text in templates.items()]
+    config = {"tokenizer_config": {"chat_template": named}}
+    folder = write(tmp_path / "a", backend, **({"chat_template": templates["default"]} if in_files else config))
+    if in_files:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(templates["tool_use"])
+    tokenizer = Tokenizer.from_folder(folder)
+    messages = [{"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(messages) == "x"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert tokenizer.apply_chat_template(messages, tools=tools) == "1<tool_call></tool_call>"
+    assert (tokenizer.chat_template, tokenizer.tool_template) == tuple(templates.values())
+
+
 def test_tools_need_a_template_that_shows_them(tmp_path: Path, backend: Backend) -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     tokenizer = Tokenizer.from_folder(write(tmp_path / "a", backend, chat_template="{{ tools | tojson }}"))
