@@ -123,10 +123,8 @@ def with_reasoning(regex: str, mark: str, end: str, *, opened: bool) -> str:
     return f"(?:{re.escape(mark)}{text_without(end)}{re.escape(end)})?{regex}"
 
 
-def check_marks(use: ToolUse, form: CallForm, hidden: Mapping[str, int]) -> None:
+def check_marks(use: ToolUse, form: CallForm, hidden: Iterable[str]) -> None:
     """Refuse a form whose marks are special tokens, which never are part of what a grammar allows."""
-    texts = (form.opening, form.before, form.middle, form.after, form.closing)
-    found = next((token for token in hidden if any(token in text for text in texts)), None)
-    if found is not None:
+    if (found := form.token_of(hidden)) is not None:
         works = f"calls in {form.name} form have {found}, and a grammar has no special tokens; use auto without strict"
         raise refuse("tools", [function.name for function in use.callable], works)

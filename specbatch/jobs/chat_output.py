@@ -13,7 +13,7 @@ from specbatch.jobs.call_grammar import call_regex, check_marks, with_reasoning
 from specbatch.jobs.openai_request import ChatBody
 from specbatch.jobs.openai_tools import ToolUse
 from specbatch.text.thinking import Reasoning
-from specbatch.text.tool_calls import Call, Harmony, form_of, shown_calls
+from specbatch.text.tool_calls import Call, CallForm, Harmony, form_of, shown_calls
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -43,6 +43,8 @@ class ChatOutput:
         self.reasoning = Reasoning(tokenizer)
         self._harmony = Harmony() if Harmony.is_of(template) else None
         self.form = self._harmony or form_of(template)
+        marked = isinstance(self.form, CallForm) and self.form.token_of(tokenizer.hidden) is not None
+        self._hides = marked or self._harmony is not None or self.reasoning.hidden  # texts do not show all marks
 
     def grammar(self, use: ToolUse | None, prompt: Sequence[int]) -> str | None:
         """The regular expression for the answer to a prompt; None if it is free. Raises SpecbatchError if the calls
@@ -50,7 +52,7 @@ class ChatOutput:
         if use is None or not use.is_constrained:
             return None
         asks = "this tool_choice" if use.must_call else "strict"
-        if self.form is None or isinstance(self.form, Harmony):
+        if not isinstance(self.form, CallForm):
             known = "no known form" if self.form is None else f"{self.form.name} form, whose marks are special tokens"
             works = f"{asks} needs a grammar, and calls of {self.tokenizer.name} have {known}; use auto without strict"
             raise refuse_json("tools", [function.name for function in use.callable], works)
@@ -107,14 +109,17 @@ class ChatOutput:
         reasoning, answer = self.reasoning.split(text, prompt=prompt)
         schemas = {} if use is None else {one.name: one.arguments_schema for one in use.callable}
         calls = []
-        if use is not None and self.form is not None and not isinstance(self.form, Harmony):
+        if use is not None and isinstance(self.form, CallForm):
             answer, calls = self.form.split(answer, schemas)
         if reasoning is None and not calls:
             return _Parts(None, completion.text)
         return _Parts(reasoning and self._shown(reasoning, body), self._shown(answer, body), calls)
 
     def _with_marks(self, completion: Completion, body: ChatBody) -> str:
-        """The text of an answer up to its stop string, with special tokens, but without its end token."""
+        """The text of an answer up to its stop string; with special tokens where marks are some, but without its end
+        token."""
+        if not self._hides:
+            return completion.text
         tokens = list(completion.token_ids)
         ends = self.tokenizer.eos_ids | set(body.stop_token_ids)
         if completion.finish_reason == "stop" and tokens and tokens[-1] in ends:

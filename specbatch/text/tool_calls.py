@@ -77,6 +77,11 @@ class CallForm:
     def is_of(self, template: str) -> bool:
         return all(mark in template for mark in self.marks)
 
+    def token_of(self, tokens: Iterable[str]) -> str | None:
+        """The first of these tokens that a call has."""
+        texts = (self.opening, self.before, self.middle, self.after, self.closing)
+        return next((token for token in tokens if any(token in text for text in texts)), None)
+
     def split(self, text: str, schemas: Schemas) -> tuple[str, list[Call]]:
         """The text without its calls, and these. What is no valid call stays in the text."""
         calls, rest, at = list[Call](), list[str](), 0
