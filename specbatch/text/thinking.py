@@ -76,7 +76,8 @@ class Reasoning:
         inside = begin.removeprefix(mark or "")
         if mark is None and not self.is_opened_by(prompt) and not self._ends_alone(text, prompt):
             return None, text
-        places = [(inside.index(end), end) for end in self._ends if end in inside]
+        ends = self._ends if mark is None else [self.marks[mark]]
+        places = [(inside.index(end), end) for end in ends if end in inside]
         if not places:
             return inside.strip(), ""
         place, end = min(places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -89,6 +90,14 @@ def test_model_without_these_tokens_reasons_only_after_an_opening_mark() -> None
     assert message(of, "<think>a</think>b")[0] == {"reasoning_content": "a", "content": "b"}
 
 
+def test_end_belongs_to_the_opening_mark() -> None:
+    of = output(THINK, *MARKS, "[THINK]", "[/THINK]")
+    found, _ = message(of, "<think>a[/THINK]b</think>c")
+    assert found == {"reasoning_content": "a[/THINK]b", "content": "c"}
+    found, _ = message(of, "a[/THINK]b</think>c", prompt="assistant<think>")
+    assert found == {"reasoning_content": "a", "content": "b</think>c"}
+
+
 def test_answer_in_a_format_does_not_reason_though_the_prompt_opens_it() -> None:
     of = output(THINK, *MARKS)
     prompt = "assistant\n<think>\n"
@@ -156,6 +165,15 @@ def test_grammars_that_there_cannot_be() -> None:
     assert grammar(output(hermes)) is None
     assert grammar(output(hermes), tool_choice="required")
     assert "think" in (grammar(output(hermes + THINK, *MARKS), tool_choice="required") or "")
+    strict = grammar(output(hermes + THINK, *MARKS), tools=[{**F, "function": {**F["function"], "strict": True}}]) or ""
+    for text, fits in [
+        ("<think>a</think>b", True),
+        (f"<think>{CALL}, or not</think>\n\nText.\n{CALL}", True),
+        ("Text.", True),
+        ("Text. <think>", False),  # reasoning is at the beginning only: else there are too many states
+        ("<think>a", False),
+    ]:
+        assert bool(re.fullmatch(strict, text)) is fits, text
     off = "assistant\n<think>\n\n</think>\n\n"
     assert "think" not in (grammar(output(hermes + THINK, *MARKS), off, tool_choice="required") or "think")
     with pytest.raises(SpecbatchError, match="this tool_choice needs a grammar, and calls of t have gpt-oss' form"):
