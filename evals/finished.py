@@ -134,7 +134,7 @@ def finished_rows(
         found = Scored.from_row(row) if "logprob" in row else Answer.from_row(row, [])
         return isinstance(row["index"], int) and isinstance(found.request, str)
 
-    kept = PartialRows(options.output / PARTIAL, header, is_row, start_over="pass --overwrite")
+    kept = PartialRows(options.output / PARTIAL, header, is_row, start_over="pass overwrite=True")
     if kept.path.exists() and not options.overwrite:
         kept.load()
     return kept

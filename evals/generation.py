@@ -30,7 +30,7 @@ _INSTEAD = {
     "max_length": "it limits prompt and answer together: use max_gen_toks",
     "min_length": "it counts the prompt, too: use min_new_tokens",
     "stop": "use until",
-    "seed": "use the engine's seed (--seed)",
+    "seed": "use the engine's seed",
 }
 _KNOWN = ("until", "do_sample", "temperature", *LIMITS, *_PARAMS)
 Where = tuple[str, object]  # a setting and its value, to which a refusal is attributed

@@ -24,7 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.errors import SpecbatchError, refuse, reporting
+from specbatch.errors import SpecbatchError, about, refuse, reporting
 from specbatch.evals.finished import hash_of
 from specbatch.evals.grid_table import SUMMARY, Grid, grid_of, load_grid
 from specbatch.evals.options import GridOptions
@@ -123,20 +123,25 @@ class Evaluation:
             return
         largest = self._at(max(point.concurrency for point in left))  # has the questions of the other points, too
         names = {one.configuration for one in left}
-        own = [config for name, config in engines_of(configs).items() if name in names]
-        for config in {config.max_model_len: config for config in own}.values():
-            largest.check_lengths(config)
+        own = {config.max_model_len: name for name, config in engines_of(configs).items() if name in names}
+        for name in own.values():
+            with about(name):
+                largest.check_lengths(engines_of(configs)[name])
 
     def _refuse_mixed_prompts(self, configs: Configs) -> None:
         """Messages that a server renders are no prompts of this engine, so their answers cannot be paired."""
         chats = [name for name, one in configs.items() if isinstance(one, Server) and one.send == "chat"]
         if chats and len(chats) < len(configs):
             others = ", ".join(name for name in configs if name not in chats)
-            works = f"the server renders the messages itself, and {others} would have other prompts; use send = 'ids'"
-            raise refuse("configs", ", ".join(chats), f"{works} or 'text', or 'chat' for servers alone")
+            works = (
+                f"the server renders the messages itself, and {others} would have other prompts; use 'ids' or 'text'"
+            )
+            with about(chats[0]):
+                raise refuse("send", "chat", f"{works}, or 'chat' for servers alone")
         if chats and not self.options.task.chat_template:
-            works = "send = 'chat' sends messages, which there are with the chat template only; add --chat-template"
-            raise refuse("configs", ", ".join(chats), works)
+            works = "sends messages, which there are with the chat template only; add chat_template=True"
+            with about(chats[0]):
+                raise refuse("send", "chat", works)
 
     def plan(self, configs: Mapping[str, Described]) -> dict[str, Any]:
         task, definition = self.options.task, self.ready.task.definition
@@ -214,10 +219,7 @@ class Evaluation:
             first = load_record("output", others[0].parent) if others else record
             self._prompts[point.concurrency] = first.workload["prompts_sha256"]
         if record.workload["prompts_sha256"] != self._prompts[point.concurrency]:
-            works = (
-                "builds different prompts in each run; use another task, or run each configuration by itself with "
-                "--spec"
-            )
+            works = "builds different prompts in each run; use another task, or run each configuration by itself"
             raise refuse("task", self.options.task.task, works)
         save_measured(folder, plan, point, measured)
 

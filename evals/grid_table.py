@@ -76,6 +76,15 @@ class Grid:
         """The records of each point."""
         return {place: [one.record for one in found] for place, found in self.reports.items()}
 
+    def scores(self) -> list[dict[str, str]]:
+        """The cells of each point by their heading: scores, their difference from the base, and what they are of."""
+        found = []
+        for row in self.rows():
+            cells = self._details(row)
+            cells["difference"] = _difference_text(row) if "difference" in row else "-"
+            found.append(cells)
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return {

@@ -279,7 +279,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         if row is None:
             return None
         if row["request"] != request:
-            works = "its prompts are not those of the run that was interrupted; pass --overwrite to start over"
+            works = "its prompts are not those of the run that was interrupted; pass overwrite=True to start over"
             raise refuse("task", self._task, works)
         self.earlier += 1
         return row

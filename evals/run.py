@@ -82,7 +82,7 @@ class PreparedEval:
         algorithm = config.speculation.algorithm
         if algorithm != NO_SPECULATION:
             works = f"task {self.task.name} ({self.task.kind}) scores given texts without drafting"
-            raise refuse("algorithm", algorithm, f"{works}; use 'none' (--spec off), or a task that generates")
+            raise refuse("algorithm", algorithm, f"{works}; use 'none', or a task that generates")
         return replace(config, graphs=replace(config.graphs, decode="off"))
 
     @property

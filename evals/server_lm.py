@@ -69,7 +69,7 @@ class ServerLM(SpecBatchLM):
         if not self._is_chat:
             return super().apply_chat_template(chat_history, add_generation_prompt)
         if not add_generation_prompt and not self._known:
-            works = f"task {self._task} begins the answers, which this server may not continue; use --send text"
+            works = f"task {self._task} begins the answers, which this server may not continue; use send='text'"
             raise refuse("send", "chat", works)
         return json.dumps(chat_history, ensure_ascii=False)
 
@@ -226,16 +226,16 @@ def check_server(engine: HttpEngine, options: EvalOptions, task: EvalTask) -> No
     """Refuse what the server cannot do for a task."""
     send = engine.config.send
     if send == "chat" and not options.chat_template:
-        raise refuse("send", "chat", "prompts are messages with the chat template only; add --chat-template")
+        raise refuse("send", "chat", "prompts are messages with the chat template only; add chat_template=True")
     if task.generates and not sends_ids(send, chat_template=options.chat_template):
         given = {"add_bos_token": options.add_bos_token, "truncate_prompts": options.truncate_prompts or None}
         for name, value in given.items():
             if value is not None:
-                raise refuse(name, value, "the server tokenizes the prompts; use --send ids, or leave it out")
+                raise refuse(name, value, "the server tokenizes the prompts; use send='ids', or leave it out")
     if not task.scores_texts:
         return
     if send == "chat":
-        works = f"task {task.name} ({task.kind}) scores given texts, which no server takes as messages; use --send ids"
+        works = f"task {task.name} ({task.kind}) scores given texts, which no server takes as messages; use send='ids'"
         raise refuse("send", send, works)
     tokens = engine.tokenizer.encode("1, 2, 3", add_special_tokens=False)
     try:

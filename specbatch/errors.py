@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
 
 MOST = 2**31 - 1  # the largest count, length or number of a setting: what an int32 holds
 MOST_SEED = 2**63 - 1
@@ -21,6 +23,7 @@ class SpecbatchError(ValueError):
     """
 
     kept: str | None = None  # what is finished and how to continue, if a command knows it
+    configuration: str | None = None  # the one of several that it is about
 
     def __init__(
         self, message: str, *, setting: str | None = None, value: object = None, works: str | None = None
@@ -70,6 +73,46 @@ def one_line(error: BaseException) -> str:
     """The first line of an error, after its type unless the message is for users."""
     line = next(iter(str(error).splitlines()), "")
     return line if isinstance(error, SpecbatchError) else f"{type(error).__name__}: {line}"
+
+
+class Wording(Protocol):
+    """Names of settings in messages: fields in Python, flags on the command line, keys in files of configurations."""
+
+    def message(self, error: SpecbatchError) -> str:
+        """Of an error that ends a command."""
+
+    def reason(self, error: SpecbatchError) -> str:
+        """Why a configuration fails, beside its name."""
+
+
+class Fields:
+    """The wording of Python."""
+
+    def message(self, error: SpecbatchError) -> str:
+        return str(error)
+
+    reason = message
+
+
+WORDING: ContextVar[Wording] = ContextVar("wording", default=Fields())  # noqa: B039
+
+
+@contextmanager
+def about(configuration: str) -> Iterator[None]:
+    """Attribute errors inside to a configuration."""
+    try:
+        yield
+    except SpecbatchError as error:
+        error.configuration = configuration
+        raise
+
+
+def reason_of(configuration: str, error: BaseException) -> str:
+    """Why a configuration fails: `one_line` in the words of the interface through which it was given."""
+    if not isinstance(error, SpecbatchError):
+        return one_line(error)
+    error.configuration = configuration
+    return next(iter(WORDING.get().reason(error).splitlines()), "")
 
 
 def shown(value: object) -> str:

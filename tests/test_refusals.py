@@ -164,8 +164,8 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
     ({"kv_pages": 10**9}, "kv_pages=1000000000", "use at most"),
     ({"memory_fraction": 1e-9}, "memory_fraction=1e-09", "or a memory_fraction of at least"),
     ({"device": "cuda:7777"}, "device='cuda:7777'", "count from 0" if torch.cuda.is_available() else "cpu or auto"),
-    ({"graphs": Graphs(decode="whole")}, "decode_graph='whole'", "needs a CUDA device"),
-    ({"graphs": Graphs(prefill="piecewise")}, "prefill_graph='piecewise'", "needs a CUDA device"),
+    ({"graphs": Graphs(decode="whole")}, "graphs.decode='whole'", "needs a CUDA device"),
+    ({"graphs": Graphs(prefill="piecewise")}, "graphs.prefill='piecewise'", "needs a CUDA device"),
     *(
         ({"speculation": Speculation("standalone", draft=draft)}, f"draft={draft!r}", works)
         for draft, works in [

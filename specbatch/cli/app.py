@@ -26,6 +26,7 @@ from specbatch.cli.advise import advise
 from specbatch.cli.bench import bench
 from specbatch.cli.check import check
 from specbatch.cli.compare import compare
+from specbatch.cli.configs import Words
 from specbatch.cli.doctor import doctor
 from specbatch.cli.eval import evaluate
 from specbatch.cli.flags import flags_of, in_flags, no_argument
@@ -42,7 +43,7 @@ from specbatch.cli.sweep import sweep
 from specbatch.cli.trace import trace
 from specbatch.cli.train_draft import train_draft
 from specbatch.config.field_errors import what_works
-from specbatch.errors import FailedError, refuse
+from specbatch.errors import WORDING, FailedError, refuse
 from specbatch.files.atomic_file import UnwritableError
 
 # The disk failed or is full: no mistake of the user, so the exit status is 1.
@@ -67,13 +68,24 @@ class Commands(TyperGroup):
         return f"{ctx.command_path} {name}", self.get_command(ctx, name) if name else self
 
 
+class Worded(Command):
+    """A command whose messages name its flags."""
+
+    def invoke(self, ctx: Any) -> Any:
+        WORDING.set(Words(flags_of(self.params)))
+        return super().invoke(ctx)
+
+
 @contextmanager
 def _reported(running: Callable[[], tuple[str | None, Any]]) -> Iterator[None]:
     """Report errors in one line, in the words of the command line. running: the command, and how it was called."""
 
     def worded(error: SpecbatchError) -> str:
-        return in_flags(error, flags_of(running()[1].params))
+        if isinstance(words := WORDING.get(), Words):
+            return words.message(error)
+        return in_flags(error, flags_of(running()[1].params))  # no command runs yet
 
+    before = WORDING.set(WORDING.get())
     try:
         yield
     except SpecbatchError as error:
@@ -95,6 +107,8 @@ def _reported(running: Callable[[], tuple[str | None, Any]]) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         say("; ".join(["interrupted", *_kept(stop)]))
         raise typer.Exit(130) from stop
+    finally:
+        WORDING.reset(before)
 
 
 def _usage_error(error: Any, command: Any) -> str:
@@ -174,7 +188,7 @@ def _help(command: Callable[..., None]) -> str:
     return "\n\n".join(text if len(text.split("\n")[0]) < 80 else text.replace("\n", " ") for text in paragraphs)
 
 
-app.command("eval", cls=Command, help=_help(evaluate))(bounded(evaluate))
+app.command("eval", cls=Worded, help=_help(evaluate))(bounded(evaluate))
 for command in (
     check,
     sweep,
@@ -190,8 +204,8 @@ for command in (
     send_one,
     doctor,
 ):
-    app.command(command.__name__.replace("_", "-"), cls=Command, help=_help(command))(bounded(command))
-app.command("lm-eval", cls=Command, help=_help(lm_eval), context_settings=PASSES_ON)(bounded(lm_eval))
+    app.command(command.__name__.replace("_", "-"), cls=Worded, help=_help(command))(bounded(command))
+app.command("lm-eval", cls=Worded, help=_help(lm_eval), context_settings=PASSES_ON)(bounded(lm_eval))
 app.add_typer(models, name="models")
 
 

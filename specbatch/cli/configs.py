@@ -3,14 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from specbatch.cli.flags import in_keys
+from specbatch.cli.flags import Flag, in_flags, in_keys, in_text, option_of
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.values import names
-from specbatch.errors import SpecbatchError, each_once, refuse
+from specbatch.errors import WORDING, SpecbatchError, each_once, refuse
+from specbatch.servers.server import Server
+
+KEYS = (*ENGINE_OPTIONS, *(item.name for item in fields(Server)))  # of a table, with underscores
+
+
+@dataclass(frozen=True)
+class Words:
+    """The wording of a command: flags, and for what a table of its file of configurations sets the keys of the table.
+
+    flags   of the command
+    file    of --configs; None: there is none
+    tables  by configuration, what its table sets, with underscores
+    """
+
+    flags: Mapping[str, Flag]
+    file: str | None = None
+    tables: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def message(self, error: SpecbatchError) -> str:
+        """With the file and the table, if it is about one."""
+        if self.file is not None and error.setting == "configs" and not str(error).startswith("configs="):
+            if error.value is None:
+                return "\n".join(f"{self.file}: {line}" for line in str(error).splitlines())
+            error = refuse("configs", f"{self.file}: {error.value}", error.works or "")
+        elif self._is_of_table(error):
+            error = refuse("configs", f"{self.file}: {error.configuration}", self.reason(error))
+        return in_flags(error, self.flags)
+
+    def reason(self, error: SpecbatchError) -> str:
+        if not self._is_of_table(error):
+            return in_flags(error, self.flags)
+        others = {name: flag for name, flag in self.flags.items() if option_of(name) not in KEYS}
+        return in_text(in_keys(error, KEYS), others)
+
+    def _is_of_table(self, error: SpecbatchError) -> bool:
+        if self.file is None or error.configuration is None:
+            return False
+        every = frozenset().union(*self.tables.values())  # of configurations that were renamed, one folder per model
+        setting = error.setting or str(error).partition("=")[0]
+        return option_of(setting) in self.tables.get(error.configuration, every)
+
+
+def word_tables(file: str, tables: Mapping[str, Mapping[str, Any]]) -> None:
+    """Have messages name the keys of tables. A server's settings are all its table's, also those that it leaves out."""
+    words = WORDING.get()
+    if isinstance(words, Words):
+        of_servers = {item.name for item in fields(Server)}
+        named = {name: frozenset(of_servers if own.get("engine") == "http" else own) for name, own in tables.items()}
+        WORDING.set(replace(words, file=file, tables=named))
 
 
 def configured(engine: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:
@@ -21,6 +71,7 @@ def configured(engine: EngineOptions, configs: str, **settings: Any) -> dict[str
     settings["compares"] = True
     if configs.endswith(SUFFIXES):
         tables = tables_of(engine, configs)
+        word_tables(configs, tables)
         return {name: engine_of_table(engine, own, f"{configs}: {name}", **settings) for name, own in tables.items()}
     found = dict[str, EngineConfig]()
     for model, ending in _models(engine).items():
@@ -56,4 +107,4 @@ def engine_of_table(engine: EngineOptions, changes: Mapping[str, Any], where: st
     try:
         return options.config(**settings)
     except SpecbatchError as error:
-        raise refuse("configs", where, in_keys(error, ENGINE_OPTIONS)) from error
+        raise refuse("configs", where, in_keys(error, KEYS)) from error

@@ -13,7 +13,7 @@ from specbatch.cli.options import EngineOptions
 from specbatch.cli.output import say, show
 from specbatch.cli.servers import configured_with_servers
 from specbatch.config.engine_config import EngineConfig
-from specbatch.errors import refuse
+from specbatch.errors import about, refuse
 from specbatch.evals.options import GridOptions
 from specbatch.progress.bars import progress
 from specbatch.servers.server import CONCURRENCY, Server
@@ -63,7 +63,8 @@ def grid_asked(
     fit: dict[str, EngineConfig | Server] = {}
     for name, config in found.items():
         seeded = replace(config, seed=engine.seed) if isinstance(config, Server) else config
-        fit[name] = with_concurrency(own[name], max(steps)) if name in own else seeded
+        with about(name):
+            fit[name] = with_concurrency(own[name], max(steps)) if name in own else seeded
     return fit, steps, left_out
 
 

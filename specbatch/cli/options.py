@@ -173,6 +173,11 @@ ONLY_WITH_DRAFTS = tuple(
 )
 
 
+def key_of(option: str) -> str:
+    """An option as a table of a file of configurations writes it."""
+    return option.replace("_", "-")
+
+
 WITH_DRAFTS = {"algorithm": "standalone with --draft, else ngram"}  # defaults of commands that speculate without --spec
 
 
@@ -191,16 +196,15 @@ class EngineOptions(SimpleNamespace):
         changes: dict[str, Any] = {}
         for name, value in settings.items():
             if name not in ENGINE_OPTIONS:
-                known = [option.replace("_", "-") for option in ENGINE_OPTIONS]
-                works = f"is no option of an engine; {did_you_mean(name.replace('_', '-'), known)}"
-                raise refuse("configs", f"{where}: {name}", works)
+                works = f"is no option of an engine; {did_you_mean(key_of(name), map(key_of, ENGINE_OPTIONS))}"
+                raise refuse("configs", f"{where}: {key_of(name)}", works)
             kind = ENGINE_OPTIONS[name].type
             kinds = get_args(kind) or (kind,)
             numbers = (int, float) if ENGINE_OPTIONS[name].metavar == "FLOAT|auto" else (int,)
             changes[name] = str(value) if str in kinds and type(value) in numbers else value
             if type(changes[name]) not in kinds and not (float in kinds and type(value) is int):
                 works = "use true or false" if bool in kinds else "this is not a value of that option"
-                raise refuse("configs", f"{where}: {name}={shown_json(value)}", works)
+                raise refuse("configs", f"{where}: {key_of(name)}={shown_json(value)}", works)
         return self.having(**changes)
 
     def speculation(self) -> Speculation:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from specbatch.cli.options import Json
 from specbatch.cli.output import show
 from specbatch.errors import refuse
+
+if TYPE_CHECKING:
+    from specbatch.evals.grid_table import Grid
 
 SCORES = ("scores.md", "scores.csv", "scores.json")
 
@@ -73,22 +76,22 @@ def report(
             kept=str(paths[-1]),
         )
         return
-    paths = write_report(folder, output)
-    paths = [*_scores(folder, paths[-1].parent), *paths]
+    grid = _grid(folder)
+    paths = write_report(folder, output, () if grid is None else grid.scores())
+    if grid is not None:
+        grid.save(paths[-1].parent, SCORES)
+        paths = [*(paths[-1].parent / name for name in SCORES), *paths]
     lines = "\n".join(map(str, paths))
     show(
         lines, {"report": str(paths[-1]), "files": [str(path) for path in paths]}, as_json=as_json, kept=str(paths[-1])
     )
 
 
-def _scores(folder: Path, to: Path) -> list[Path]:
-    """Write the table of an evaluation in several configurations, with its scores, to `to`."""
+def _grid(folder: Path) -> Grid | None:
+    """The table of an evaluation in several configurations, with its scores."""
     from specbatch.evals.grid_table import load_grid
     from specbatch.records.answers import is_evaluated
     from specbatch.records.archive import unpacked
 
     with unpacked("folder", folder) as files:
-        if not is_evaluated(files):
-            return []
-        load_grid(files).save(to, SCORES)
-    return [to / name for name in SCORES]
+        return load_grid(files) if is_evaluated(files) else None

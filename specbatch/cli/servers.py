@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Option
 
-from specbatch.cli.configs import configured, engine_of_table, tables_of
+from specbatch.cli.configs import KEYS, configured, engine_of_table, tables_of, word_tables
 from specbatch.cli.flags import in_keys
-from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
+from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, key_of
 from specbatch.cli.output import say
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.field_errors import did_you_mean
@@ -94,7 +94,9 @@ def configured_with_servers(
     if not configs.endswith(SUFFIXES):
         return dict(configured(engine, configs, **settings))
     found: dict[str, EngineConfig | Server] = {}
-    for name, changes in tables_of(engine, configs).items():
+    tables = tables_of(engine, configs)
+    word_tables(configs, tables)
+    for name, changes in tables.items():
         where = f"{configs}: {name}"
         if (server := _server_of_table(changes, engine, thinking, where)) is not None:
             found[name] = server
@@ -121,7 +123,7 @@ def _server_of_table(
         raise refuse("configs", f"{where}: engine={shown_json(kind)}", f"use one of {', '.join(KINDS)}")
     if kind == "specbatch":
         for name in filter(settings.__contains__, SERVER_OPTIONS):
-            raise refuse("configs", f"{where}: {name}", 'applies to servers only; add engine = "http"')
+            raise refuse("configs", f"{where}: {key_of(name)}", 'applies to servers only; add engine = "http"')
         return None
     needs("http")
     from specbatch.servers.server import Server
@@ -130,15 +132,17 @@ def _server_of_table(
     described = {name: value for name, value in settings.items() if name in _DESCRIBING}
     for name in settings:
         if name not in ("engine", *own, *described):
-            known = [option.replace("_", "-") for option in ("engine", *_TYPES, *_DESCRIBING)]
-            works = f"is no option of a server; {did_you_mean(name.replace('_', '-'), known)}"
-            raise refuse("configs", f"{where}: {name}", works)
+            known = [key_of(option) for option in ("engine", *_TYPES, *_DESCRIBING)]
+            works = f"is no option of a server; {did_you_mean(key_of(name), known)}"
+            raise refuse("configs", f"{where}: {key_of(name)}", works)
     for name, value in own.items():
         if not isinstance(value, _TYPES[name]) or isinstance(value, bool):
-            raise refuse("configs", f"{where}: {name}={shown_json(value)}", "this is not a value of that option")
+            raise refuse(
+                "configs", f"{where}: {key_of(name)}={shown_json(value)}", "this is not a value of that option"
+            )
     try:
         speculation = EngineOptions().updated(described, where).speculation()
         usual = {"base_url": "", "tokenizer": engine.tokenizer, "thinking": thinking}
         return Server(**usual | own, speculation=speculation)
     except SpecbatchError as error:
-        raise refuse("configs", where, in_keys(error, ("base_url", "api_key_env", *_TYPES, *_DESCRIBING))) from error
+        raise refuse("configs", where, in_keys(error, KEYS)) from error

@@ -129,7 +129,7 @@ class BatchJob:
             files.partial,
             header,
             lambda row: 0 <= row["index"] < found.end and form.is_kept(row),
-            start_over="pass --overwrite",
+            start_over="pass overwrite=True",
             usual={"sampling": asdict(SamplingParams())},
             retry_failed=retry_failed,
             note={_REPLACES: True} if replaces else {},
@@ -299,11 +299,11 @@ class BatchJob:
                     keep(row)
         except (UnreadableError, KeyError, TypeError, AttributeError) as error:
             raise refuse(
-                "output", self.output.name, "has lines that this job did not write; use --overwrite"
+                "output", self.output.name, "has lines that this job did not write; use overwrite=True"
             ) from error
 
     def _exists(self) -> SpecbatchError:
-        return refuse("output", self.output.name, "already exists; name another file or pass --overwrite")
+        return refuse("output", self.output.name, "already exists; name another file or pass overwrite=True")
 
 
 def _given(params: SamplingParams, names: Collection[str] | None) -> dict[str, Any]:

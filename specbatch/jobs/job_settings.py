@@ -32,7 +32,7 @@ class JobSettings:
 
     def __post_init__(self) -> None:
         if self.overwrite and self.retry_failed:
-            raise refuse("retry_failed", True, "keeps the rows of the output that succeeded; leave --overwrite out")
+            raise refuse("retry_failed", True, "keeps the rows of the output that succeeded; leave overwrite=True out")
 
 
 @dataclass(frozen=True)

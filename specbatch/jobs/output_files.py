@@ -88,7 +88,7 @@ class OutputFiles:
         be seen. batch: whether the job writes an error file."""
         for name, may_be in ((self.errors, False), (self.record, True)):
             if (name != self.errors or batch) and self._is_there(name) and not (may_be and self._is_record()):
-                raise refuse("output", self.name, f"{name} already exists; name another output or pass --overwrite")
+                raise refuse("output", self.name, f"{name} already exists; name another output or pass overwrite=True")
 
     def _is_there(self, name: str) -> bool:
         return exists("output", name) if self.url is not None else Path(name).exists()
@@ -117,7 +117,7 @@ class OutputFiles:
             if not isinstance(record["workload"], dict) or not isinstance(record["metrics"], dict):
                 raise TypeError
         except (SpecbatchError, UnreadableError, KeyError, TypeError) as error:
-            works = f"has no record in {self.record}, which names the settings of its job; use --overwrite"
+            works = f"has no record in {self.record}, which names the settings of its job; use overwrite=True"
             raise refuse("output", self.name, works) from error
         found: dict[str, Any] = record
         return found

@@ -91,10 +91,10 @@ class Prompt:
         if most is not None:
             refuse_longer(tokenizer, text, most)
         if self.form == "messages" and not chat_template and any(item.get("tool_calls") for item in self.value):
-            raise refuse_json("messages", self.value, "only a chat template renders tool calls; use --chat-template")
+            raise refuse_json("messages", self.value, "only a chat template renders tool calls; use chat_template=True")
         if tools and not chat_template:
             names = [tool["function"]["name"] for tool in tools]
-            raise refuse_json("tools", names, "only a chat template shows tools to the model; use --chat-template")
+            raise refuse_json("tools", names, "only a chat template shows tools to the model; use chat_template=True")
         if self.form != "messages" or not chat_template:
             return tokenizer.encode(text)
         switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}

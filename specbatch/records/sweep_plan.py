@@ -141,11 +141,23 @@ def plan_of(configurations: Mapping[str, Described], options: Options) -> dict[s
 
 
 def check_plan(folder: Path, plan: dict[str, Any], of: str = SWEEP) -> None:
-    """Refuse a folder that holds another sweep. of: what the user calls it."""
+    """Refuse a folder that holds another sweep. of: what the user calls it.
+
+    A configuration of which nothing was measured may have become another one: a wrong address of a server, or a wrong
+    path, can be corrected. If nothing was measured at all, all may have.
+    """
     path = folder / PLAN
     if not path.exists():
         return
     before = _read_plan("output", path, "name a new folder")
+    there, now = before["configurations"], plan["configurations"]
+    changed = [name for name in there if there[name] != now.get(name)]
+    if changed:
+        silent = {name for name in changed if not _is_begun(folder, name)}
+        if silent == there.keys():
+            before["configurations"] = now
+        else:
+            before["configurations"] = there | {name: now[name] for name in silent & now.keys()}
     differs = [name for name in plan if before.get(name) != plan[name]]
     if differs:
         there, now = (", ".join(one["configurations"]) for one in (before, plan))
@@ -158,15 +170,37 @@ def check_plan(folder: Path, plan: dict[str, Any], of: str = SWEEP) -> None:
 
 
 def save(folder: Path, plan: dict[str, Any], point: Point, record: RunRecord) -> None:
-    """Write the record of a finished point; the plan is written with the first."""
+    """Write the record of a finished point; the plan is written with the first, and again with the first after a change
+    that `check_plan` allows."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).exists():
-        write_atomic(folder / PLAN, json.dumps(plan, indent=1) + "\n")
+        _write_plan(folder, plan)
+    elif (before := _read_plan("output", folder / PLAN, "name a new folder")) != plan:
+        for name, config in before["configurations"].items():
+            if plan["configurations"].get(name) != config:  # `check_plan` allowed it: all of its points have failed
+                for path in _records_of(folder, name):
+                    path.unlink()
+        _write_plan(folder, plan)
     with writing(point.folder(folder)):
         point.folder(folder).mkdir(parents=True, exist_ok=True)
     record.workload |= point._asdict()
     record.save(point.folder(folder))
+
+
+def _write_plan(folder: Path, plan: dict[str, Any]) -> None:
+    write_atomic(folder / PLAN, json.dumps(plan, indent=1) + "\n")
+
+
+def _records_of(folder: Path, configuration: str) -> list[Path]:
+    return [*(folder / folder_name(configuration)).glob(f"c*/r*/{RECORD}")]
+
+
+def _is_begun(folder: Path, configuration: str) -> bool:
+    """Whether a point of it was measured."""
+    works = "move it away or run it again"
+    found = (read_json("output", path, works).get("workload", {}) for path in _records_of(folder, configuration))
+    return any("error" not in workload for workload in found)
 
 
 def unfinished(run: Path, setting: str = "folder") -> list[Point]:

@@ -157,7 +157,7 @@ class HttpEngine:
         if self.server.send != "chat":
             return
         if not all(messages):
-            works = "needs prompts that are messages: use a data set of messages, or --chat-template"
+            works = "needs prompts that are messages: use a data set of messages, or chat_template=True"
             raise refuse("send", "chat", works)
         self._messages |= {tuple(ids): found for ids, found in zip(prompts, messages, strict=True) if found}
 
@@ -332,8 +332,8 @@ class HttpEngine:
             raise
         except TimeoutError:
             if idle.expired():
-                raise Failed(f"no data for {self.server.idle_timeout:g} s (--idle-timeout)") from None
-            raise Failed(f"not finished after {self.server.request_timeout:g} s (--request-timeout)") from None
+                raise Failed(f"no data for {self.server.idle_timeout:g} s, the idle timeout") from None
+            raise Failed(f"not finished after {self.server.request_timeout:g} s, the timeout of a request") from None
 
     def _asked(self, prompt: Prompt) -> _Asked:
         if isinstance(prompt, str):
@@ -393,7 +393,8 @@ class HttpEngine:
             return dict(models[0])
         found = next((item for item in models if item["id"] == wanted), None)
         if found is None:
-            raise refuse("model", wanted, f"the server at {url} has {names or 'none'}; name one with --model")
+            works = f"; name one, such as model={models[0]['id']!r}" if models else ""
+            raise refuse("model", wanted, f"the server at {url} has {names or 'none'}{works}")
         return dict(found)
 
     def _open_tokenizer(self, found: dict[str, Any]) -> Tokenizer:

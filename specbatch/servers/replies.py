@@ -119,7 +119,9 @@ class Reply:
     def _name_tokens(self) -> None:
         """Take the tokens from the log-probabilities, if these show all of the answer."""
         count = self.completion_tokens or 0
-        if len(self.pieces) < count and self._words != self.text:  # an end token may be counted and not shown
+        # An end token may be counted and not shown. llama.cpp also shows no token that is a part of a character.
+        is_whole = self._words == self.text and self.finish_reason == "stop" and "\ufffd" not in self.text
+        if len(self.pieces) < count and not is_whole:
             self.unshown = count - len(self.pieces)
             self.pieces, self.logprobs, self.top = [], [], []
         elif all(isinstance(token, int) for token in self.pieces):

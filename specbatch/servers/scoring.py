@@ -91,7 +91,7 @@ class Scores:
             async with self._session(reuse=False) as fresh:
                 answer = await self._post(fresh, body)
         except TimeoutError:
-            raise Failed(f"not finished after {self._server.request_timeout:g} s (--request-timeout)") from None
+            raise Failed(f"not finished after {self._server.request_timeout:g} s, the timeout of a request") from None
         return likelihood_of(answer, len(context), len(context) + len(continuation))
 
     async def _post(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> Any:

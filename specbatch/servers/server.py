@@ -74,7 +74,7 @@ class Server:
         if not is_one:
             raise refuse("base_url", self.base_url, "give the server's address, such as http://localhost:8000")
         if secret:
-            works = "leave user and password out, because records keep the address; --api-key-env sends a key"
+            works = "leave user and password out, because records keep the address; api_key_env sends a key"
             raise refuse("base_url", f"{parts.scheme}://...@{parts.hostname}", works)
         if self.send not in SENDS:
             raise refuse("send", self.send, f"use one of {', '.join(SENDS)}")

@@ -48,7 +48,11 @@ _OF_DRAFTS = tuple(f"{engine}:{name}" for engine in ENGINES for name in (DRAFTS,
 _KNOWN = (*_OF_DRAFTS, GENERATED, FIRST_TOKENS, LATER_STEPS, VERIFIES)
 _NO_METRICS = (
     "the server has no /metrics, and its answers report no verifies: no speculation, or it was started without "
-    "--enable-metrics (SGLang) or --metrics (llama.cpp)"
+    "--enable-metrics (SGLang) or --metrics (llama.cpp); a vLLM whose /metrics cannot be reached reports them with "
+    "--per-request-spec-decode-metrics detailed"
+)
+_OF_OTHERS = (
+    "other or failed requests are counted, too; --per-request-spec-decode-metrics detailed (vLLM) counts by request"
 )
 _MOST_POSITIONS = 1_024
 _LARGEST = 1e14  # beyond what a server can have counted
@@ -207,8 +211,7 @@ def _of_vllm(grown: dict[str, float], completions: Sequence[Completion]) -> Acce
         return Accepted("vLLM's counters of generated tokens and latencies are missing", metrics, acceptance)
     ours = sum(item.metrics.output_tokens for item in completions if item.is_complete)
     if abs(generated - ours) > _TOLERANCE * ours:
-        also = "other or failed requests are counted, too"
-        text = f"the server's counters show {generated:g} generated tokens, this client {ours}: {also}"
+        text = f"the server's counters show {generated:g} generated tokens, this client {ours}: {_OF_OTHERS}"
         return Accepted(text, metrics, acceptance)
     if generated - first < steps:
         text = f"the server's counters show {steps:g} steps for {generated - first:g} tokens, though each emits one"
@@ -233,12 +236,19 @@ def _of_requests(found: list[Drafting], completions: Sequence[Completion], grown
     reached = [sum(counts[place:]) for place in range(1, len(counts))]
     acceptance = {"verifies": with_drafts, "accepted": reached} if complete else None
     verifies, emitted = sum(one.verify_steps for one in ended), sum(one.emitted for one in ended)
-    if grown.get(GENERATED) == sum(one.output_tokens for one in ended) and grown.get(LATER_STEPS, 0.0) > verifies:
+    counts_us = grown.get(GENERATED) == sum(one.output_tokens for one in ended) and LATER_STEPS in grown
+    if counts_us and grown[LATER_STEPS] > verifies:
         return replace(_of_vllm(grown, completions), acceptance=acceptance)
     if unknown := sum(one.output_tokens > 1 and not one.verify_steps for one in ended):
         text = f"{server} reports no verifies of {unknown} of {len(ended)} answers, or not as many as these have tokens"
         if server == "vLLM":  # 0.33.0
             text += "; it reports none of answers that a stop string ends"
+        return Accepted(text, metrics | {"accept_length": None, "verify_steps": None}, acceptance)
+    if verifies > with_drafts and not counts_us and not all(one.steps for one in found):
+        text = (
+            "vLLM does not report verifies without drafts, and its counter of steps at /metrics is not there or has "
+            "other requests; --per-request-spec-decode-metrics detailed reports the drafts of each verify"
+        )
         return Accepted(text, metrics | {"accept_length": None, "verify_steps": None}, acceptance)
     if emitted < verifies:
         text = f"{server} reports {verifies} verifies for {emitted} tokens, though each emits at least one"

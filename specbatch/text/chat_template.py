@@ -149,7 +149,7 @@ class ChatTemplate:
         self._exceeded += 1
         works = f"it {_excess(None if replies else process.returncode)}"
         if self._exceeded >= CHANCES and not self._rendered:
-            self._failure = f"{works}, nor for {CHANCES - 1} others; use another template, or --no-chat-template"
+            self._failure = f"{works}, nor for {CHANCES - 1} others; use another template, or chat_template=False"
         raise refuse("chat_template", self.name, works)
 
     def _close(self, process: _Process) -> None:

@@ -46,7 +46,7 @@ def _ids_by_text(tokenizer: Tokenizer) -> dict[bytes | str, int] | None:
     if shown is None:
         return None
     special = {*hidden.values()}
-    found: dict[bytes | str, int] = {**hidden}
+    found: dict[bytes | str, int] = {name: index for name, index in hidden.items()}  # noqa: C416
     for index, text in enumerate(shown):
         if text and index not in special:
             found.setdefault(text, index)

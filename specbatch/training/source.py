@@ -41,9 +41,11 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.task is None and self.num_fewshot is not None:
-            raise refuse("num_fewshot", self.num_fewshot, "goes with --task; leave it out")
+            raise refuse("num_fewshot", self.num_fewshot, "goes with task='NAME'; leave it out")
         if self.task is not None and self.data is None:
-            raise refuse("task", self.task, "asks the questions in --data, such as those of a training set; give one")
+            raise refuse(
+                "task", self.task, "asks the questions of data='FILE', such as those of a training set; give one"
+            )
         params = self.params  # refuses values that cannot be sampled with
         refuse_unsampled({"temperature": self.temperature, "top_p": self.top_p})
         if (self.data is None) == (self.answers is None):

@@ -202,14 +202,14 @@ def _compared(base: EngineConfig, options: BenchOptions, log: Log | None) -> dic
     if drafting and names == (BASELINE,):
         raise refuse("configs", BASELINE, "add one that drafts: v1, v2, v2+piecewise")
     if not drafting and BASELINE in names:
-        works = "nothing drafts without --algorithm or --draft; use some of v1, v2, v2+piecewise"
+        works = "nothing drafts without an algorithm or a draft; use some of v1, v2, v2+piecewise"
         raise refuse("configs", BASELINE, works)
     found = dict.fromkeys(("decode", "closed", "ttft"), names)
     if not drafting:  # prefill graphs do not change a step
         found["decode"] = tuple(name for name in names if name != "v2+piecewise") or names
         found["verify"] = ("v2", VERIFY)
     elif "verify" in options.sections and "sections" in options.given:
-        works = "it has its own drafts and is measured without --algorithm and --draft"
+        works = "it has its own drafts and is measured without algorithm='NAME' and draft='NAME'"
         if set(options.sections) <= {MACHINE, "verify"}:
             raise refuse("sections", "verify", f"{works}; use some of {', '.join(found)}")
         if log is not None:

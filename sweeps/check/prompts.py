@@ -50,7 +50,7 @@ def encode(
             if isinstance(engine, HttpEngine):
                 limit = f"the server takes {engine.caps['max_model_len']} tokens, the shortest prompt needs {least}"
                 raise refuse("max_new_tokens", options.max_new_tokens, f"{limit}; use fewer, or a file of your own")
-            works = f"the shortest prompt needs {least}; use at least that, a file of your own, or --random"
+            works = f"the shortest prompt needs {least}; use at least that, a file of your own, or random=True"
             raise refuse("max_model_len", engine.caps["max_model_len"], works)
         encoded = fitting
     return [ids for ids, _ in encoded], [name for _, name in encoded]
@@ -62,8 +62,8 @@ def left_out(record: RunRecord) -> str:
     if not (count := work["prompts_left_out"]):
         return ""
     return (
-        f"; {count} of {count + work['prompts']} prompts are left out, as they are longer than "
-        f"max_model_len={record.caps['max_model_len']} - max_new_tokens={work['max_new_tokens']} allows"
+        f"; {count} of {count + work['prompts']} prompts are left out: with {work['max_new_tokens']} tokens of answer "
+        f"they are longer than the {record.caps['max_model_len']} tokens of a request"
     )
 
 

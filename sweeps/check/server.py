@@ -21,9 +21,9 @@ from specbatch.core.request import Completion
 from specbatch.errors import refuse
 from specbatch.progress.bars import Report
 from specbatch.servers.engine import LLAMACPP, HttpEngine
-from specbatch.servers.replies import WITH_IDS, Question, Reply, Shown, ask
+from specbatch.servers.replies import WITH_IDS, Question, Reply, Shown, Token, ask
 from specbatch.sweeps.check import prompts as check_prompts
-from specbatch.sweeps.check.compared import bound_of, compare, noise
+from specbatch.sweeps.check.compared import TextOf, bound_of, compare, most_of, noise
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions
 from specbatch.sweeps.check.probes import Probes
 from specbatch.sweeps.check.quantized import OF_ACTIVATIONS, OF_WEIGHTS, QuantizedReport
@@ -127,10 +127,16 @@ def run_server(
         answers = {ALONE: alone, AGAIN: again, TOGETHER: together}
         if wanted is None:
             wanted = answers.pop(ALONE)
-        conditions = [_condition(name, wanted, found) for name, found in answers.items()]
+
+        def text_of(tokens: Sequence[Token]) -> str:
+            texts = [token for token in tokens if isinstance(token, str)]
+            ids = [token for token in tokens if not isinstance(token, str)]
+            return "".join(texts) or engine.tokenizer.decode(ids)
+
+        conditions = [_condition(name, wanted, found, text_of) for name, found in answers.items()]
         noises = [value for one in conditions for value in one.noises]
         bound = bound_of(noises)
-        conditions = [one.judged(bound) for one in conditions]
+        conditions = [one.judged(bound, most_of(noises)) for one in conditions]
         record = engine.record(concurrency=options.concurrency)
         referee: dict[str, CheckReport] = {}
         most_error: float | None = None
@@ -215,12 +221,12 @@ def shown_by(engine: HttpEngine, prompt: list[int]) -> Shown:
     raise refuse("base_url", engine.server.base_url, f"a completion of 4 tokens fails: {reply.error}")
 
 
-def _condition(name: str, wanted: list[Reply], found: list[Reply]) -> Condition:
+def _condition(name: str, wanted: list[Reply], found: list[Reply], text_of: TextOf) -> Condition:
     others = {place: reply for place, reply in enumerate(wanted) if reply.error is None}
     errors = [reply.error for reply in found if reply.error is not None]
     pairs = [(place, others[place], reply) for place, reply in enumerate(found)
              if reply.error is None and place in others]  # fmt: skip
-    parted = [compare(place, name, own, reply, others) for place, own, reply in pairs]
+    parted = [compare(place, name, own, reply, others, text_of) for place, own, reply in pairs]
     noises = [value for _, own, reply in pairs if (value := noise(own, reply)) is not None]
     lost = [reply.error for reply in wanted if reply.error is not None]
     return Condition(name, len(pairs), errors, lost, [one for one in parted if one is not None], noises)

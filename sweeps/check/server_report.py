@@ -15,7 +15,7 @@ from specbatch.records.markdown import markdown_table
 from specbatch.records.run_record import RunRecord
 from specbatch.servers.replies import Shown
 from specbatch.servers.server import Server
-from specbatch.sweeps.check.compared import FAULT, MOST_NOISE, ROUNDING, UNJUDGED, Divergence
+from specbatch.sweeps.check.compared import FAULT, MOST_NOISE, ROUNDING, UNJUDGED, Divergence, most_of
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.probes import Probe
 from specbatch.sweeps.check.prompts import left_out
@@ -48,8 +48,8 @@ class Condition:
     divergences: list[Divergence]
     noises: list[float] = field(default_factory=list)
 
-    def judged(self, bound: float) -> Condition:
-        return replace(self, divergences=[one.judged(bound) for one in self.divergences])
+    def judged(self, bound: float, most: float) -> Condition:
+        return replace(self, divergences=[one.judged(bound, most) for one in self.divergences])
 
     def only_shapes(self) -> Condition:
         """With the divergences only that are faults by their shape."""
@@ -189,8 +189,8 @@ class ServerReport:
         if self.unjudged:
             return (
                 f"NOT JUDGED: {counted(self.unjudged, 'answer')} with other tokens. To tell rounding from a fault "
-                "takes both answers token by token and log-probabilities of one, where they diverge; --weights names a "
-                "model that judges without."
+                "takes log-probabilities of both sides where they diverge, or of one that leave no doubt; --weights "
+                "names a model that judges without."
             )
         compared = sum(one.compared for one in self.conditions)
         count = sum(len(one.divergences) for one in self.conditions)  # with a referee none, or there are faults
@@ -222,7 +222,7 @@ class ServerReport:
         headers = ["asked", "prompt", "equal tokens", "expected", "found", "gap (nats)", "verdict"]
         body = [
             [one.condition, str(one.prompt), str(one.place), _text(one.wanted), _text(one.found),
-             "-" if one.gap is None else f"{one.gap:.3f}", f"{one.verdict}{f': {one.shape}' if one.shape else ''}"]
+             "-" if one.gap is None else f"{one.gap:.3f}", _verdict_of(one)]
             for one in parted[:_SHOWN]
         ]  # fmt: skip
         more = f"\n\n{len(parted) - _SHOWN} more in divergences.jsonl." if len(parted) > _SHOWN else ""
@@ -242,6 +242,17 @@ class ServerReport:
                 f"{noise_of(self.noises):.2g}, the second largest distance of log-probabilities before a divergence, "
                 "and always 0.5. Assumed: the server's log-probabilities are those of its model."
             )
+        alone = sum(bool(one.by) for condition in self.conditions for one in condition.divergences)
+        if alone and not self.referee:
+            notes.append(
+                f"ONE SIDE SHOWS LOG-PROBABILITIES and alone judges {counted(alone, 'divergence')}, by the tokens with "
+                "which the text of the other can go on."
+            )
+            if not self.noises:
+                notes.append(
+                    f"How much the sides round is not seen: rounding explains a gap of up to {self.bound:.2g} nats, "
+                    f"more than {most_of([]):.2g} is a fault, and between them no verdict is possible."
+                )
         if self.referee and self.record.workload["quantized"]:
             notes.append(
                 "THE SERVER QUANTIZES weights or activations: its log-probabilities are not compared with this "
@@ -253,14 +264,19 @@ class ServerReport:
             notes.append("The server shows no token ids: the tokens of its texts were judged.")
         if not self.shown.logprobs:
             notes.append(
-                "THE SERVER SHOWS NO LOG-PROBABILITIES: divergences are judged with --weights only, and penalties are "
-                "not probed. Comparisons and the other probes work."
+                "THE SERVER SHOWS NO LOG-PROBABILITIES: divergences are judged by those of the other side if it shows "
+                "some, or with --weights, and penalties are not probed. Comparisons and the other probes work."
             )
         if (length := self.record.metrics.get("untrimmed_accept_length")) is not None:
             notes.append(f"The server drafted: {length:.2f} tokens per verify by its counters.")
         elif "own answers" in self.against:
             notes.append("The server's counters do not tell whether it drafted.")
         return notes
+
+
+def _verdict_of(one: Divergence) -> str:
+    by = f" by the log-probabilities of the {one.by} answer alone" if one.by and not one.shape else ""
+    return f"{one.verdict}{by}{f': {one.shape}' if one.shape else ''}"
 
 
 def _text(value: Any) -> str:

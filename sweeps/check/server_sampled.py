@@ -197,13 +197,13 @@ def _refuse_hidden(engine: HttpEngine, shown: Shown, *, with_weights: bool) -> N
     url = engine.server.base_url
     if with_weights and not shown.ids:
         raise SpecbatchError(
-            f"the server at {url} shows no token ids, which --sampled with --weights needs; without --weights it needs "
-            "log-probabilities, and a check without --sampled needs neither"
+            f"the server at {url} shows no token ids, which sampled=True with weights='MODEL' needs; without weights "
+            "it needs log-probabilities, and a check of greedy answers needs neither"
         )
     if not with_weights and not shown.logprobs:
         raise SpecbatchError(
-            f"the server at {url} shows no log-probabilities, which --sampled needs; with --weights it needs token "
-            "ids, and a check without --sampled needs neither"
+            f"the server at {url} shows no log-probabilities, which sampled=True needs; with weights='MODEL' it needs "
+            "token ids, and a check of greedy answers needs neither"
         )
 
 

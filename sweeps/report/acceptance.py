@@ -35,6 +35,7 @@ HEADINGS = (
 SERVER_HEADINGS = ("verifies with drafts", "reached draft 1, 2, ... (%), untrimmed")
 # Warnings that say whether acceptance can be believed; others are about times.
 WARNINGS = ("SIMULATED", "CHECK OUTPUTS", "REPEATED", "TOKENS DIFFER", "INCOMPLETE", "FAILED", "UNFINISHED")
+SERVERS = "Acceptance by the servers' own counts"
 Row = dict[str, Any]
 
 
@@ -46,7 +47,13 @@ def acceptance(records: list[RunRecord]) -> str:
 
 
 def server_acceptance(points: Points) -> str:
-    """Acceptance by draft position as servers of other engines count it; empty where none did.
+    """The table of `server_acceptance_rows`; empty where there are none."""
+    body = server_acceptance_rows(points)
+    return f"{SERVERS}:\n\n{markdown_table(body, [*POINT, *SERVER_HEADINGS])}\n" if body else ""
+
+
+def server_acceptance_rows(points: Points) -> list[list[str]]:
+    """Acceptance by draft position as servers of other engines count it, of points where they do.
 
     Drafts after a stop or the limit count here, which the table of this engine's acceptance leaves out, and verifies
     without drafts do not.
@@ -58,8 +65,7 @@ def server_acceptance(points: Points) -> str:
         if verifies:
             accepted = sum_lists(found["accepted"] for found in counted)
             body.append([*point, str(verifies), " ".join(f"{100 * count / verifies:.0f}" for count in accepted)])
-    title = "Acceptance by the servers' own counts:\n\n"
-    return f"{title}{markdown_table(body, [*POINT, *SERVER_HEADINGS])}\n" if body else ""
+    return body
 
 
 def acceptance_rows(records: list[RunRecord]) -> list[Row]:

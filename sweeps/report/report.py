@@ -16,14 +16,16 @@ import csv
 import io
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import refuse
 from specbatch.files.atomic_file import write_atomic, writing
+from specbatch.files.text_files import read_json
 from specbatch.records.answers import is_evaluated
 from specbatch.records.archive import SUFFIX, unpacked
 from specbatch.records.bases import bases_sentence
@@ -31,14 +33,20 @@ from specbatch.records.low_acceptance import is_low
 from specbatch.records.markdown import acceptance_cells, denominators_note
 from specbatch.records.metrics import ACCEPTANCE, glossary
 from specbatch.records.run_record import RunRecord
-from specbatch.records.sweep_plan import Point, unfinished
+from specbatch.records.sweep_plan import LEFT_OUT, Point, unfinished
 from specbatch.sweeps.report import plot_style
-from specbatch.sweeps.report.acceptance import acceptance_markdown, acceptance_rows
+from specbatch.sweeps.report.acceptance import (
+    SERVER_HEADINGS,
+    SERVERS,
+    acceptance_markdown,
+    acceptance_rows,
+    server_acceptance_rows,
+)
 from specbatch.sweeps.report.heading import about, how_made
 from specbatch.sweeps.report.note import Note
 from specbatch.sweeps.report.notes import losses_of, notes
 from specbatch.sweeps.report.plots import draw
-from specbatch.sweeps.report.points import SWEEP, bases, load_records, points_of
+from specbatch.sweeps.report.points import POINT, SWEEP, bases, load_records, points_of
 from specbatch.sweeps.report.sentences import headline
 from specbatch.sweeps.report.serving import (
     Row,
@@ -69,10 +77,11 @@ class Picture:
         return plot_style.inline(self.svg, f"{self.plot.title}. {self.plot.caption}")
 
 
-def write_report(folder: Path, output: Path | None = None) -> list[Path]:
+def write_report(folder: Path, output: Path | None = None, scores: Sequence[Mapping[str, str]] = ()) -> list[Path]:
     """Write all files from the records in `folder` to `output`; return their paths, the page last.
 
     output: by default `folder`; of an evaluation, which has its own summary there, `folder/report`.
+    scores: of an evaluation, the cells of each point by their heading, for the page.
 
     folder: of a sweep, or an archive of its records (`specbatch.records.archive`). Refused: one without records of a
     sweep, an archive without `output`, and an `output` with files of these names but no report. Raises UnwritableError.
@@ -86,9 +95,10 @@ def write_report(folder: Path, output: Path | None = None) -> list[Path]:
     target = output or (folder / "report" if evaluated else folder)
     with unpacked("folder", folder) as place:
         records, missing = load_records(place), unfinished(place)
+        left_out = read_json("folder", place / LEFT_OUT) if (place / LEFT_OUT).exists() else {}
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)  # fail before the work
-    files = _files(records, missing, command_of(folder, output))
+    files = _files(records, missing, command_of(folder, output), left_out, scores)
     there = [name for name in files if (target / name).exists()]
     if there and PAGE not in there and not target.samefile(folder):
         works = f"has {', '.join(there)}, which no report has written; name another folder"
@@ -128,7 +138,13 @@ def table_files(records: list[RunRecord], missing: list[Point]) -> dict[str, str
     }
 
 
-def _files(records: list[RunRecord], missing: list[Point], command: str) -> dict[str, str | bytes]:
+def _files(
+    records: list[RunRecord],
+    missing: list[Point],
+    command: str,
+    left_out: Mapping[str, str],
+    scores: Sequence[Mapping[str, str]],
+) -> dict[str, str | bytes]:
     """Content by path below the folder."""
     files: dict[str, str | bytes] = dict(table_files(records, missing))
     pictures = draw_all(records)
@@ -136,7 +152,7 @@ def _files(records: list[RunRecord], missing: list[Point], command: str) -> dict
         if picture.plot.figure is not None:
             files[f"plots/{picture.plot.name}.svg"] = picture.svg
             files[f"plots/{picture.plot.name}.png"] = picture.png
-    return files | {PAGE: page(records, pictures, serving_rows(records), command, missing)}
+    return files | {PAGE: page(records, pictures, serving_rows(records), command, missing, left_out, scores)}
 
 
 def draw_all(records: list[RunRecord]) -> list[Picture]:
@@ -151,21 +167,35 @@ def draw_all(records: list[RunRecord]) -> list[Picture]:
 
 
 def page(
-    records: list[RunRecord], pictures: list[Picture], serving: list[Row], command: str, missing: Sequence[Point] = ()
+    records: list[RunRecord],
+    pictures: list[Picture],
+    serving: list[Row],
+    command: str,
+    missing: Sequence[Point] = (),
+    left_out: Mapping[str, str] = MappingProxyType({}),
+    scores: Sequence[Mapping[str, str]] = (),
 ) -> str:
-    """The report as one HTML file. command: makes it again; missing: points of the sweep without a record."""
+    """The report as one HTML file.
+
+    command   makes it again
+    missing   points of the sweep without a record
+    left_out  of an evaluation, why configurations or points have none
+    scores    of an evaluation, the cells of each point by their heading
+    """
     from jinja2 import Environment, StrictUndefined
 
     rows, over = table(records), bases(records)
     what = about(records)
     made = how_made(records, what["effective caps"])
+    served = server_acceptance_rows(points_of(records))
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        title=f"Sweep of {what['model']} on {what['device']}",
+        title=f"{'Evaluation' if scores else 'Sweep'} of {what['model']} on {what['device']}",
         result=headline(records),
         about={name: text for name, text in what.items() if name not in made.lines},
         made=made,
-        warnings=warnings_of(records, missing),
+        warnings=warnings_of(records, missing, left_out),
+        scores=_named(list(scores[0]), [list(row.values()) for row in scores]) if scores else None,
         notes=[note.text for note in notes(records, rows) if not note.warning],
         pictures=pictures,
         comparison=_verdict_second(*_named(*decision(rows, SWEEP, "concurrency", over))),
@@ -173,6 +203,8 @@ def page(
         compared_with=bases_sentence(over),
         summaries=summary_tables(serving),
         acceptance=_acceptance(records),
+        of_servers=_named([*POINT, *SERVER_HEADINGS], served) if served else None,
+        servers=SERVERS,
         acceptance_note=denominators_note(record.counters for record in records),
         groups=[(f"By {titles[2]}", *_named(titles, body)) for titles, body in grouped_tables(records)],
         sampling=sampling_text(records[0].workload.get("sampling")),
@@ -182,9 +214,18 @@ def page(
     )
 
 
-def warnings_of(records: list[RunRecord], missing: Sequence[Point] = ()) -> dict[str, list[str]]:
+def warnings_of(
+    records: list[RunRecord], missing: Sequence[Point] = (), left_out: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, list[str]]:
     """Texts of the warnings by kind, simulated acceptance first."""
-    found: dict[str, list[str]] = {"SIMULATED": []}
+    found: dict[str, list[str]] = {"SIMULATED": [], "LEFT OUT": [f"{name}: {why}" for name, why in left_out.items()]}
+    missing = [
+        point
+        for point in missing
+        if left_out.keys().isdisjoint(
+            (point.configuration, f"{point.configuration} at concurrency {point.concurrency}")
+        )
+    ]
     for note in (*notes(records, table(records), missing), *_low_acceptance(records)):
         if note.warning:
             found.setdefault(note.warning, []).append(f"{note.text}; {note.advice}" if note.advice else note.text)

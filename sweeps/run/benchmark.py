@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import SamplingParams
-from specbatch.errors import counted, refuse
+from specbatch.errors import about, counted, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
@@ -57,9 +57,11 @@ class SweepOptions(Rounds):
         own = engines_of(configs)
         most = max(self.concurrency)
         if self.until_precise is not None and len(configs) < 2:
-            works = "a ratio needs a configuration to compare with; use at least two, or --repeats"
+            works = "a ratio needs a configuration to compare with; use at least two, or repeats=3"
             raise refuse("until_precise", f"{100 * self.until_precise:g}%", works)
-        own = {name: with_concurrency(config, most) for name, config in own.items()}
+        for name, config in own.items():
+            with about(name):
+                own[name] = with_concurrency(config, most)
         length = self.workload.max_model_len
         longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
         return {name: longer.get(name, config) for name, config in configs.items()}

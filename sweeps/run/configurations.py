@@ -77,7 +77,7 @@ def named(base: EngineConfig, names: Iterable[str]) -> dict[str, EngineConfig]:
     for name in listed if base.graphs.prefill == "piecewise" else ():
         if f"{name}{PIECEWISE}" in listed:
             works = f"{name} and {name}{PIECEWISE} would be the same; leave it out, or one of them"
-            raise refuse("prefill_graph", "piecewise", works)
+            raise refuse("graphs.prefill", "piecewise", works)
     if base.speculation.algorithm == NO_SPECULATION and any(not name.startswith("baseline") for name in listed):
         raise refuse(
             "algorithm",

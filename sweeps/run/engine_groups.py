@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.errors import one_line
+from specbatch.errors import reason_of
 from specbatch.progress.point_times import MARGINAL, MARGINAL_ON_CPU
 from specbatch.records.sweep_plan import Point
 from specbatch.runtime.device import device_type
@@ -107,7 +107,7 @@ class LoadedGroup:
             if self.failed is None or len(self.groups) == 1:
                 raise
             for name in group:
-                self.failed.setdefault(name, one_line(error))
+                self.failed.setdefault(name, reason_of(name, error))
             if {name for each in self.groups for name in each} <= self.failed.keys():
                 raise
             return {}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.draft_shape import AUTO
-from specbatch.config.engine_config import EngineConfig
+from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.errors import FailedError, SpecbatchError, one_line, refuse
+from specbatch.errors import FailedError, SpecbatchError, about, reason_of, refuse
 from specbatch.memory.capacity import CPU_RUNNING
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.servers.server import Server
@@ -28,8 +28,9 @@ Log = Callable[[str], None]
 Configs = Mapping[str, EngineConfig | Server]
 Engines = Mapping[str, "InferenceEngine | HttpEngine"]
 OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
-_OF_SERVERS = {one.name for one in fields(Server)}
-_NOT_OF_DRAFTS = {one.name for one in fields(EngineConfig)} - {*OF_WEIGHTS} | {"decode_graph", "prefill_graph"}
+_NOT_OF_DRAFTS = {one.name for one in fields(EngineConfig)} - {*OF_WEIGHTS} | {
+    f"graphs.{one.name}" for one in fields(Graphs)
+}
 
 
 def check_early(configs: Configs, failed: Failed, log: Log | None) -> None:
@@ -116,9 +117,8 @@ def connected(
     own, clients = engines_of(configs), _clients(configs, log, failed, of_clients)
     lines = [f"{name}: {text}" for name, text in (failed or {}).items() if name not in own]
     if failed and not own and not clients:
-        if len(failed) == 1:
-            raise SpecbatchError(*failed.values())
-        raise SpecbatchError("\n".join(lines), setting="configs")
+        name, reason = next(iter(failed.items())) if len(failed) == 1 else (None, None)
+        raise SpecbatchError("\n".join(lines), setting="configs", value=name, works=reason)
     if log is not None:
         for line in lines:
             log(line)
@@ -159,7 +159,7 @@ def loaded(
                 held.clear()
         if not engines and failed:
             has_failed = any(isinstance(one, FailedError) or not isinstance(one, SpecbatchError) for one in causes)
-            raise (FailedError if has_failed else SpecbatchError)(next(iter(failed.values())))
+            raise (FailedError if has_failed else SpecbatchError)(next(iter(failed.values())), setting="configs")
         yield engines
 
 
@@ -203,9 +203,6 @@ def _clients(
 
             with noted(failed, name):
                 clients[name] = HttpEngine(server, log=_prefixed(log, name), **settings)
-            if failed and name in failed and len(configs) > 1:  # in a file settings are keys
-                setting, equals, rest = failed[name].partition("=")
-                failed[name] = setting.replace("_", "-") + equals + rest if setting in _OF_SERVERS else failed[name]
     return clients
 
 
@@ -253,16 +250,17 @@ def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: 
                 continue
             concerned = names
             try:
-                check_draft([configs[name]], log)
+                with about(name):
+                    check_draft([configs[name]], log)
                 break
             except Exception as error:
                 if isinstance(error, SpecbatchError) and error.setting in _NOT_OF_DRAFTS:
                     concerned = [name]
                 if failed is None or speculating <= {*concerned}:
                     raise
-                failed |= dict.fromkeys(concerned, one_line(error))
+                failed |= dict.fromkeys(concerned, reason_of(name, error))
     if drafts and failed and speculating <= failed.keys():
-        raise SpecbatchError(next(iter(failed.values())))
+        raise SpecbatchError(next(iter(failed.values())), setting="configs")
 
 
 @contextmanager
@@ -274,7 +272,7 @@ def noted(errors: dict[str, str] | None, name: str, causes: list[Exception] | No
     except Exception as error:
         if errors is None:
             raise
-        errors[name] = one_line(error)
+        errors[name] = reason_of(name, error)
         if causes is not None:
             causes.append(error)
 
@@ -305,5 +303,5 @@ def check(configs: Configs) -> dict[str, Prepared]:
     if failed and len({*failed.values()}) == 1 and len(failed) == len(own):
         raise causes[0]
     for name, reason in failed.items():
-        raise SpecbatchError(f"{name}: {reason}")
+        raise SpecbatchError(f"{name}: {reason}", setting="configs", value=name, works=reason)
     return prepared

@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from specbatch.errors import FailedError, SpecbatchError
+from specbatch.errors import WORDING, FailedError, SpecbatchError, Wording
 from specbatch.progress.bars import progress
 
 Log = Callable[[str], None]
@@ -25,7 +25,7 @@ def run_in_process(run: Callable[..., Any], folder: Path, *, log: Log, label: st
     after the process has written its summary. A folder in which nothing was written is removed.
     """
     folder.mkdir(exist_ok=True)
-    process = get_context("spawn").Process(target=_run, args=(run, folder, log, label))
+    process = get_context("spawn").Process(target=_run, args=(run, folder, log, label, WORDING.get()))
     process.start()
     stopped = False
     while process.exitcode is None:
@@ -42,16 +42,17 @@ def run_in_process(run: Callable[..., Any], folder: Path, *, log: Log, label: st
     return process.exitcode
 
 
-def _run(run: Callable[..., Any], folder: Path, log: Log, label: str) -> None:
+def _run(run: Callable[..., Any], folder: Path, log: Log, label: str, words: Wording) -> None:
     # Ctrl-C in a terminal signals both processes, `kill` only the parent: this process obeys the parent alone.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     Thread(target=_exit_with_parent, daemon=True).start()
+    WORDING.set(words)
     try:
         with progress(label, "requests") as report:
             run(folder=folder, log=log, report=report)
     except SpecbatchError as error:
-        log(f"error: {'; '.join(filter(None, [str(error), error.kept]))}")
+        log(f"error: {'; '.join(filter(None, [words.message(error), error.kept]))}")
         raise SystemExit(1 if isinstance(error, FailedError) else 2) from None
     except KeyboardInterrupt as stop:
         for line in stop.args:

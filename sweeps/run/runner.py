@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from specbatch.errors import SpecbatchError, counted
+from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic, writing
 from specbatch.progress.bars import NotedReport, Waves, begin_phase
 from specbatch.progress.point_times import PointWork
@@ -180,11 +180,12 @@ def measured_points(
     shared: Any = tokenizer or getattr(next(iter(engines.values())), "tokenizer", None)  # servers may need none
     ready = workload.prepare(engines, shared)
     held: dict[str, str] | None = None if failed is None else {}
+    causes: list[Exception] = []
     for name, engine in engines.items():
-        with noted(held, name):
+        with noted(held, name, causes):
             ready.check(name, engine, max(workload.concurrency))
     if held and {*held, *(failed or ())} >= {*configs} and not workload.section:  # a bench records the points that fit
-        raise SpecbatchError(next(iter(held.values())))
+        raise causes[0]
     for concurrency, ours in groupby(left, key=lambda point: point.concurrency):
         now, errors = list(ours), None if failed is None else dict(failed)  # of this concurrency
         for name in dict.fromkeys(point.configuration for point in now if point.configuration in engines):

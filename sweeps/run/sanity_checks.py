@@ -45,7 +45,7 @@ def warnings(
         short = [item for item in ended if item.metrics.output_tokens < params[item.index].max_new_tokens]
         cut = sum(item.finish_reason == "length" for item in short)  # vLLM ends an answer at its max_model_len
         if cut:
-            works = "use a smaller --input-len or --output-len, or start it with a larger one"
+            works = "use shorter prompts or answers, or start it with a larger one"
             yield f"{of_all(cut)} were cut off at the server's maximum length of prompt and answer: {works}"
         if len(short) > cut:
             yield f"{of_all(len(short) - cut)} are shorter than requested: the engine stops at end tokens"

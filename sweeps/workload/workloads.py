@@ -145,7 +145,7 @@ class Workload:
             at_least(name, getattr(self, name), 1)
         for name in ("groups", "group_prompts", "shared_len"):
             if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
-                raise refuse(name, shown(getattr(self, name)), "goes with --dataset gsp; leave it out")
+                raise refuse(name, shown(getattr(self, name)), "goes with dataset='gsp'; leave it out")
         self.params(1)  # refuses values that cannot be sampled with
         refuse_unsampled({name: getattr(self, name) for name in SAMPLED})
         if not self.request_rate > 0:
@@ -153,16 +153,18 @@ class Workload:
         if self.burst:  # 0: all
             at_least("burst", self.burst, 1)
         if self.burst == 0 and self.request_rate < math.inf:
-            raise refuse("request_rate", self.request_rate, "all prompts arrive at once; leave it out, or --burst all")
+            raise refuse(
+                "request_rate", self.request_rate, "all prompts arrive at once; leave it out, or use burst='all'"
+            )
         if self.burst > 1 and self.request_rate == math.inf:
-            raise refuse("burst", self.burst, "give --request-rate, too, or use all")
+            raise refuse("burst", self.burst, "give request_rate, too, or use all")
         if self.sequential and self.is_open:
             raise refuse("request_rate", self.request_rate, "sequential requests do not arrive by a clock")
         if self.data is not None and self.dataset != "gsm8k" and not self.dataset.startswith(LM_EVAL):
             raise refuse(
                 "data",
                 str(self.data),
-                "goes with --dataset gsm8k and lm-eval:TASK; name other files as --dataset FILE.jsonl",
+                "goes with the data sets gsm8k and lm-eval:TASK; name another file as the data set itself",
             )
         if self.is_random:
             for name in ("chat_template", "thinking", "category", "turns"):
@@ -179,7 +181,7 @@ class Workload:
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
         self._check_sampling()
         if self.thinking is not None and not self.is_rendered:
-            works = "no prompt is rendered by a chat template, which has that switch; add --chat-template"
+            works = "no prompt is rendered by a chat template, which has that switch; add chat_template=True"
             raise refuse("thinking", self.thinking, works)
 
     @property
@@ -383,7 +385,7 @@ class Workload:
                 raise refuse("turns", self.turns, "the prompts have a single turn; leave it out")
             rows = [replace(row, later=row.later[: self.turns - 1]) for row in rows]
         if self.is_open and any(row.later for row in rows):
-            works = "later turns wait for answers and cannot arrive by a clock; add --turns 1"
+            works = "later turns wait for answers and cannot arrive by a clock; use turns=1"
             if self.burst == 0:
                 raise refuse("burst", "all", works)
             raise refuse("request_rate", self.request_rate, works)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import pickle
+import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
+import specbatch
 from specbatch.cli.app import app
+from specbatch.cli.configs import Words
 from specbatch.cli.flags import flags_of, in_flags, in_keys
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
 from specbatch.core.sampling_params import SamplingParams
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.errors import SpecbatchError, about, refuse
 from specbatch.evals.options import EvalOptions
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.training.recipe import Recipe
@@ -66,6 +72,63 @@ def test_tables_of_files_have_keys():
     assert in_keys(error, ["max_running", "draft_tokens"]) == (
         "max-running=0: use 1 or draft-tokens='auto', with draft='x'"
     )
+    assert in_keys(refuse("graphs.decode", "x", "use off"), []) == "decode-graph='x': use off"
+
+
+def test_words_of_a_command_with_a_file():
+    tables = {"v1": frozenset({"kv_pages", "draft"}), "v2": frozenset({"draft"})}
+    words = pickle.loads(pickle.dumps(Words(flags_of(COMMANDS["sweep"].params), "grid.toml", tables)))
+
+    def of(name: str) -> SpecbatchError:
+        with pytest.raises(SpecbatchError) as caught, about(name):
+            raise refuse("kv_pages", 3, "with page_size=16 and burst='all' use more")
+        return caught.value
+
+    assert words.reason(of("v1")) == "kv-pages=3: with page-size=16 and --burst=all use more"
+    assert words.message(of("v1")) == f"--configs='grid.toml: v1': {words.reason(of('v1'))}"
+    assert (
+        words.reason(of("v2"))
+        == words.message(of("v2"))
+        == "--kv-pages=3: with --page-size=16 and --burst=all use more"
+    )
+    assert words.message(SpecbatchError("a: draft='x'\nb: lost", setting="configs")) == (
+        "grid.toml: a: draft='x'\ngrid.toml: b: lost"
+    )
+    both = SpecbatchError("a: draft='x'", setting="configs", value="a", works="draft='x'")
+    assert words.message(both) == "--configs='grid.toml: a': draft='x'"
+    assert words.message(refuse("configs", "grid.toml: a", "draft='x'")) == "--configs='grid.toml: a': draft='x'"
+
+
+# What messages may say of other programs, and of files, whose errors the command line leaves as they are.
+OTHER_FLAGS = {
+    "specbatch/jobs/dataset.py", "specbatch/jobs/input_scan.py", "specbatch/training/answers.py", "evals/gate/gate.py",
+    "specbatch/replicas/ray_cluster.py", "specbatch/records/lm_eval_results.py", "specbatch/weights/gguf_file.py",
+    "specbatch/weights/known_models.py", "specbatch/jobs/partial_output.py", "specbatch/training/source.py",
+    "evals/encoding.py",
+}  # fmt: skip
+MESSAGES = {"refuse", "refuse_json", "SpecbatchError", "FailedError", "Failed"}
+
+
+def test_messages_of_the_library_name_no_flags():
+    """It has fields; flags are put in their place by the command line alone."""
+    root, found = Path(specbatch.__file__).parents[1], []
+    files = [path for folder in ("specbatch", "evals", "sweeps") for path in (root / folder).rglob("*.py")]
+    for path in files:
+        name = path.relative_to(root).as_posix()
+        if name.startswith("specbatch/cli/") or name in OTHER_FLAGS:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = isinstance(node, ast.Call) and getattr(node.func, "id", "") in MESSAGES
+            works = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "works"
+            if called or works:
+                texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
+                found += [
+                    (name, text)
+                    for text in texts
+                    if isinstance(text, str) and re.search(r"(?<!\w)--(?!out\b)[a-z]", text)
+                ]
+    assert len(files) > 100
+    assert not found
 
 
 SETTINGS = (EngineConfig, Speculation, SamplingParams)

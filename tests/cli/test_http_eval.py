@@ -304,13 +304,13 @@ def test_several_tasks_of_both_kinds(tiny, server, ask):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--chat-template", "--add-bos-token"), "--add-bos-token: the server tokenizes the prompts; use --send ids"),
-        (("--truncate-prompts",), "the server tokenizes the prompts; use --send ids"),
+        (("--chat-template", "--add-bos-token"), "--add-bos-token: the server tokenizes the prompts; use --send=ids"),
+        (("--truncate-prompts",), "the server tokenizes the prompts; use --send=ids"),
         (("--send", "ids"), "--tokenizer.*that of the server's model org/tiny is not available here"),
         (("--kv-dtype", "fp8"), "--kv-dtype.*does not apply to a server"),
         (("--configs", "baseline"), "--configs.*does not apply to a server"),
         (("--ablation",), "--ablation.*does not apply to a server"),
-        (("--model", "org/other"), "--model.*has org/tiny; name one with --model"),
+        (("--model", "org/other"), "--model.*has org/tiny; name one, such as --model=org/tiny"),
         (("--gen-kwargs", "num_beams=2"), "num_beams=2"),
         (("--send", "smoke"), "--send.*use one of ids, text, chat"),
     ],

@@ -85,11 +85,23 @@ def test_requests_that_were_asked_again_are_noted(tiny: Any, server: EngineServe
     assert "FAILED" not in Path("out/summary.md").read_text()
 
 
-def test_a_server_that_is_not_there_is_left_out(tiny: Any, server: EngineServer) -> None:
+def test_a_server_that_is_not_there_is_left_out(tiny: Any, server: EngineServer, no_plots: None) -> None:
     grid(OURS, of("rival", "http://127.0.0.1:9"))
     result = evaluate(tiny, "--concurrency", 1, exit_code=1)
     assert "rival: left out, " in result.stdout
     assert [*rows()] == [(1, "baseline")]
+    call("report", "out")
+    page = Path("out/report/report.html").read_text()
+    assert "<h1>Evaluation of " in page
+    assert "<h2>Scores</h2>" in page
+    assert "<li>rival: base-url=&#39;http://127.0.0.1:9&#39;: no answer from" in page
+    assert "UNFINISHED" not in page
+    with serving_engine(server) as url:  # its address is corrected
+        grid(OURS, of("rival", url))
+        assert "1 of 2 points are finished" in evaluate(tiny, "--concurrency", 1).stderr
+        grid(OURS, of("rival", "http://127.0.0.1:9"))
+        assert "is of an evaluation with another" in evaluate(tiny, "--concurrency", 1, exit_code=2).stderr
+    assert [*rows()] == [(1, "baseline"), (1, "rival")]
 
 
 def test_each_of_servers_that_are_not_there_has_one_line(tiny: Any, server: EngineServer) -> None:
@@ -97,9 +109,39 @@ def test_each_of_servers_that_are_not_there_has_one_line(tiny: Any, server: Engi
     lines = evaluate(tiny, exit_code=2).stderr.splitlines()
     told = [line for line in lines if "no answer from" in line]
     assert [line.partition(": no answer")[0] for line in told] == [
-        "error: one: base-url='http://127.0.0.1:9'",
-        "two: base-url='http://127.0.0.1:19'",
+        "error: grid.toml: one: base-url='http://127.0.0.1:9'",
+        "grid.toml: two: base-url='http://127.0.0.1:19'",
     ]
+
+
+def test_the_only_server_that_is_not_there_is_named_by_file_and_table(tiny: Any, server: EngineServer) -> None:
+    grid(of("rival", "http://127.0.0.1:9"))
+    (line,) = (line for line in evaluate(tiny, exit_code=2).stderr.splitlines() if line.startswith("error"))
+    assert line.startswith("error: --configs='grid.toml: rival': base-url='http://127.0.0.1:9': no answer from")
+
+
+def test_reasons_name_the_keys_of_a_table(tiny: Any, server: EngineServer) -> None:
+    with serving_engine(server) as url:
+        grid(OURS, of("rival", url, 'model = "other"'), '[graphs]\nspec = "off"\ndecode-graph = "whole"')
+        evaluate(tiny, "--concurrency", 1, exit_code=1)
+    found = json.loads(Path("out/left_out.json").read_text())
+    assert found["rival"].startswith("model='other': the server at http://127.0.0.1")
+    assert found["rival"].endswith("has org/tiny; name one, such as model='org/tiny'")
+    assert found["graphs"].startswith("decode-graph='whole': needs a CUDA device")
+
+
+def test_errors_about_a_key_of_a_table_name_the_table(tiny: Any, server: EngineServer) -> None:
+    grid(OURS, '[short]\nspec = "off"\nmax-model-len = 20')
+    (line,) = (line for line in evaluate(tiny, exit_code=2).stderr.splitlines() if line.startswith("error"))
+    assert line.startswith("error: --configs='grid.toml: short': max-model-len=20: question ")
+    assert "a smaller --max-new-tokens" in line
+    grid(OURS, '[v2]\nspec = "v2"')
+    (line,) = (
+        line
+        for line in evaluate(tiny, "--max-model-len", 20, exit_code=2).stderr.splitlines()
+        if line.startswith("error")
+    )
+    assert line.startswith("error: --max-model-len=20: question ")
 
 
 def test_servers_alone_get_messages_and_need_no_tokenizer(tiny: Any, server: EngineServer) -> None:

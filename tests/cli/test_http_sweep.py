@@ -229,6 +229,9 @@ def test_server_that_fails_every_request_ends_with_status_1(sweep, run, tmp_path
     for command in ("report", "compare"):
         folders = [tmp_path / "out"] * (2 if command == "compare" else 1)
         assert run(command, *folders).exit_code in (0, 2)
+    other = sweep(Script(model="org/right"), "--concurrency", "1,2", *TINY_SWEEP)
+    assert other.exit_code == 0, other.output
+    assert [*records(tmp_path / "out")] == ["org_right/c1/r1", "org_right/c2/r1"]
 
 
 GRID = """
@@ -248,7 +251,7 @@ base-url = "{vllm}"
 """
 
 
-def test_servers_and_engines_in_the_same_rounds(run, tmp_path):
+def test_servers_and_engines_in_the_same_rounds(run, tmp_path, no_plots):
     """One table over this engine and two servers, whose prompts are made with this engine's tokenizer."""
     with rival(Rival("sglang", ((3, 2), (3, 0)))) as sglang, rival(Rival("vllm")) as vllm:
         (tmp_path / "grid.toml").write_text(GRID.format(sglang=sglang, vllm=vllm))
@@ -274,6 +277,11 @@ def test_servers_and_engines_in_the_same_rounds(run, tmp_path):
     assert "Acceptance by the servers' own counts" in summary
     assert "TOKENS DIFFER: configurations generated other answers than ours to the same greedy prompts" in summary
     assert not any(text in summary for text in ("NO DRAFTS", "SPECULATES", "No accept length", "FP8 activations"))
+    assert run("report", tmp_path / "out").exit_code == 0
+    page = (tmp_path / "out/report.html").read_text()
+    assert "<caption>Acceptance by the servers&#39; own counts</caption>" in page
+    assert "<h1>Sweep of " in page
+    assert "<h2>Scores</h2>" not in page
     both = run("compare", tmp_path / "out/ours", tmp_path / "out/vllm")
     assert both.exit_code == 0, both.output
 
@@ -295,6 +303,15 @@ def test_server_that_is_down_fails_its_points_only(run, tmp_path):
     errors = {place: record["workload"].get("error") for place, record in records(tmp_path / "out").items()}
     assert errors["ours/c1/r1"] is errors["vllm/c1/r1"] is None
     assert "is the server up?" in errors["sglang/c1/r1"]
+    with rival(Rival("sglang")) as sglang:  # its address is corrected
+        (tmp_path / "grid.toml").write_text(GRID.format(sglang=sglang, vllm=vllm))
+        again = run("sweep", *words, "--device", "cpu")
+    assert again.exit_code == 0, again.output
+    assert {record["workload"].get("error") for record in records(tmp_path / "out").values()} == {None}
+    assert sglang in (tmp_path / "out/sweep.json").read_text()
+    (tmp_path / "grid.toml").write_text(GRID.format(sglang="http://127.0.0.1:9", vllm=vllm))
+    other = run("sweep", *words, "--device", "cpu")
+    assert (other.exit_code, "is of a sweep with another" in other.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -302,9 +319,9 @@ def test_server_that_is_down_fails_its_points_only(run, tmp_path):
     [
         ('engine = "https"', 'engine="https": use one of specbatch, http'),
         ('engine = "http"', "base-url='': give the server's address"),
-        ('base-url = "http://h:1"', 'base_url: applies to servers only; add engine = "http"'),
-        ('engine = "http"\nbase-url = "http://h:1"\npage-size = 8', "page_size: is no option of a server"),
-        ('engine = "http"\nbase-url = 8', "base_url=8: this is not a value of that option"),
+        ('base-url = "http://h:1"', 'base-url: applies to servers only; add engine = "http"'),
+        ('engine = "http"\nbase-url = "http://h:1"\npage-size = 8', "page-size: is no option of a server"),
+        ('engine = "http"\nbase-url = 8', "base-url=8: this is not a value of that option"),
     ],
 )
 def test_tables_of_servers_that_are_refused(run, tmp_path, table, message):

@@ -119,12 +119,26 @@ def test_drafts_that_a_request_cannot_switch_off(drafts: str) -> None:
 
 
 def test_drafts_beside_a_server_without(plain: str, drafts: str) -> None:
-    """Divergences of a server that shows no log-probabilities are not judged without weights."""
+    """It shows no log-probabilities, so those of the other side alone judge its divergences."""
     words = ("check", *SHORT, "--probes", "none", "--baseline-url", plain, "--out", "out")
     result = CliRunner().invoke(app, [*map(str, words), "--engine", "http", "--base-url", drafts])
     found = read("out/record.json")["workload"]
     assert result.exit_code == (found["unjudged"] > 0), result.output
     assert not found["faults"]
+    rows = [json.loads(line) for line in Path("out/divergences.jsonl").read_text().splitlines()]
+    assert {row["by"] for row in rows} <= {"expected"}
+
+
+def test_faults_of_a_server_that_shows_no_log_probabilities(plain: str, tmp_path: Path) -> None:
+    """Another base of rope, with drafts: the log-probabilities of the server without drafts judge alone."""
+    wrong = write_changed(MODEL, tmp_path / "theta.gguf", llama_rope_freq_base=1000.0)
+    with serving_llamacpp(wrong, "--drafts", "model", "--draft", str(wrong)) as url:
+        words = ("--prompts", 3, "--max-new-tokens", 10, "--probes", "none", "--baseline-url", plain, "--out", "out")
+        result = call("check", *words, url=url, exit_code=1)
+    assert "FAILED: " in result.stdout
+    rows = [json.loads(line) for line in Path("out/divergences.jsonl").read_text().splitlines()]
+    assert {row["by"] for row in rows} == {"expected"}
+    assert "fault" in {row["verdict"] for row in rows}
 
 
 def test_sampled_tokens(plain: str, drafts: str) -> None:

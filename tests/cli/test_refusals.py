@@ -81,7 +81,7 @@ REFUSED = [
     ("sweep --prompts-per-concurrency 0", "--prompts-per-concurrency=0:"),
     ("sweep --dataset x", "dataset='x': use random, gsp, gsm8k, lm-eval:TASK or the path of a .jsonl file"),
     ("sweep --dataset {tmp}/none.jsonl", "No such file"),
-    ("sweep --dataset random --data {in}", "goes with --dataset gsm8k"),
+    ("sweep --dataset random --data {in}", "goes with the data sets gsm8k"),
     ("sweep --dataset {in}", "in.jsonl:2': not JSON", GOOD, "{"),
     ("sweep --output {tmp}", "this folder is not empty"),
     ("sweep --output {in}/x", "cannot be written (Not a directory)"),

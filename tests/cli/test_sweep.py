@@ -132,17 +132,17 @@ def no_room_for_v1(engine):
 def test_failed_configuration_does_not_end_the_sweep(sweep, run, engine, no_room_for_v1, tmp_path, no_plots):
     result = sweep("--concurrency 1,2 --json")
     assert result.exit_code == 1, result.output
-    assert result.stderr.count("v1: kv_pages=9: out of memory") == 1
+    assert result.stderr.count("v1: --kv-pages=9: out of memory") == 1
     assert "failed: " not in result.stderr  # of each point that v1 would have had
     rows = json.loads(result.stdout)["rows"]
     assert [(row["configuration"], row["failed"]) for row in rows if row["concurrency"] == 2] == [
-        ("baseline", None), ("v1", "kv_pages=9: out of memory"), ("v2", None),
+        ("baseline", None), ("v1", "--kv-pages=9: out of memory"), ("v2", None),
     ]  # fmt: skip
     summary = (tmp_path / "out/summary.md").read_text()
     assert summary.count("out of memory") == 1
-    assert "FAILED: v1 at concurrency 1, repeat 1, and 1 other point: kv_pages=9: out of memory" in summary
+    assert "FAILED: v1 at concurrency 1, repeat 1, and 1 other point: --kv-pages=9: out of memory" in summary
     assert run("report", tmp_path / "out").exit_code == 0
-    assert "kv_pages=9: out of memory" in (tmp_path / "out/report.html").read_text()
+    assert "--kv-pages=9: out of memory" in (tmp_path / "out/report.html").read_text()
     engine.order.clear()
     no_room_for_v1.clear()
     again = sweep("--concurrency 1,2")
@@ -153,22 +153,22 @@ def test_failed_configuration_does_not_end_the_sweep(sweep, run, engine, no_room
 
 @pytest.mark.parametrize("settings", ["algorithm = 'eagle3'\ndraft = '/nope/m'", "algorithm='ngram'\ncorpus='/nope/m'"])
 def test_unknown_draft_or_corpus_fails_its_configuration_unless_all_have_it(settings, sweep, engine, tmp_path):
-    unknown = f"[bad]\n{settings}\n"
+    unknown, setting = f"[bad]\n{settings}\n", "corpus" if "corpus" in settings else "draft"
 
     def prepare(config):
         if "/nope/m" in (config.speculation.draft, config.speculation.corpus):
-            raise SpecbatchError("draft='/nope/m': no such folder")
+            raise refuse(setting, "/nope/m", "no such folder")
 
     engine.preparing = prepare
     (grid := tmp_path / "grid.toml").write_text("[baseline]\n[ng]\nalgorithm = 'ngram'\n" + unknown)
     result = sweep(f"--concurrency 1 --configs {grid} --json")
     assert result.exit_code == 1, result.output
     assert [(row["configuration"], row["failed"]) for row in json.loads(result.stdout)["rows"]] == [
-        ("baseline", None), ("ng", None), ("bad", "draft='/nope/m': no such folder"),
+        ("baseline", None), ("ng", None), ("bad", f"{setting}='/nope/m': no such folder"),
     ]  # fmt: skip
     grid.write_text("[baseline]\n" + unknown)
     other = sweep(f"--concurrency 1 --configs {grid}", "--out", tmp_path / "other")
-    assert (other.exit_code, "error: --draft=/nope/m: no such folder" in other.stderr) == (2, True)
+    assert (other.exit_code, f"bad': {setting}='/nope/m': no such folder" in other.stderr) == (2, True)
 
 
 def test_engine_that_fails_while_it_runs_fails_its_point(sweep, engine, tmp_path):

@@ -127,7 +127,7 @@ def test_questions_asked_as_a_task_does(tmp_path):
     ("words", "message"),
     [
         (["--num-fewshot", 2], "--num-fewshot=2: goes with --task"),
-        (["--task", "gsm8k"], "task='gsm8k': asks the questions in --data"),
+        (["--task", "gsm8k"], "task='gsm8k': asks the questions of --data=FILE"),
     ],
 )
 def test_a_task_without_its_questions_is_refused(words, message):

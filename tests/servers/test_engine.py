@@ -218,9 +218,9 @@ def test_errors_are_counted_by_message(serve):
 
 def test_timeouts_and_missing_token_counts_are_errors(serve):
     _, record = run(serve(Script(first_s=0.5), idle_timeout=0.1))
-    assert record.counters["errors"] == {"no data for 0.1 s (--idle-timeout)": 1}
+    assert record.counters["errors"] == {"no data for 0.1 s, the idle timeout": 1}
     _, record = run(serve(Script(gap_s=0.1), request_timeout=0.25))
-    assert record.counters["errors"] == {"not finished after 0.25 s (--request-timeout)": 1}
+    assert record.counters["errors"] == {"not finished after 0.25 s, the timeout of a request": 1}
     _, record = run(serve(Script(gap_s=0.1), idle_timeout=0.3))
     assert record.counters["errors"] == {}
     (done,), record = run(serve(Script(usage="never")))
@@ -260,6 +260,7 @@ def test_without_counters_the_reason_is_kept(serve):
     assert record.metrics["accept_length"] is None
     assert "the server has no /metrics" in record.counters["no_accept_length"]
     assert "--metrics (llama.cpp)" in record.counters["no_accept_length"]
+    assert record.counters["no_accept_length"].endswith("--per-request-spec-decode-metrics detailed")
     _, record = run(serve(Script(metrics=lambda script: "process_cpu_seconds_total 7\n")))
     assert record.counters["no_accept_length"] == "/metrics has no counter of drafts: no speculation"
     _, record = run(serve(Script(metrics=lambda script: "vllm:spec_decode_num_drafts_total 7\n")))

@@ -63,6 +63,16 @@ def test_tokens_that_llamacpp_drafted_have_no_log_probabilities() -> None:
     assert (found.ids, found.unshown) == ([9], 0), "an end token is counted and not shown"
 
 
+@pytest.mark.parametrize(("text", "finish"), [("\ufffd", "stop"), ("a", "length"), ("\ufffd", "length")])
+def test_parts_of_characters_that_llamacpp_does_not_show(text: str, finish: str) -> None:
+    """Only an end token is counted and not shown: else the tokens would lack one, as if the server had lost it."""
+    item = {"id": 9, "token": text, "logprob": -0.25, "top_logprobs": []}
+    choice = {"text": text, "logprobs": {"content": [item]}, "finish_reason": finish}
+    found = reply(choice, usage={"prompt_tokens": 3, "completion_tokens": 2})
+    found.check()
+    assert (found.ids, found.pieces, found.unshown) == ([], [], 1)
+
+
 def test_text_alone() -> None:
     assert reply({"text": "ab", "finish_reason": "stop"}).tokens == ["a", "b"]
 

@@ -139,7 +139,7 @@ def check_device(config: EngineConfig, device: torch.device) -> None:
     """Refuse what the device cannot do."""
     if device.type == "cuda":
         return
-    for setting, value in (("decode_graph", config.graphs.decode), ("prefill_graph", config.graphs.prefill)):
+    for setting, value in (("graphs.decode", config.graphs.decode), ("graphs.prefill", config.graphs.prefill)):
         if value != "off":
             raise refuse(setting, value, "needs a CUDA device and this engine runs on a CPU; use off")
     if config.kv_dtype == "fp8":

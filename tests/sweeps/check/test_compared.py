@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from specbatch.servers.replies import Reply
-from specbatch.sweeps.check.compared import FAULT, LEAST_GAP, ROUNDING, UNJUDGED, bound_of, compare, noise
+from specbatch.servers.replies import Reply, Token
+from specbatch.sweeps.check.compared import (
+    EXPECTED,
+    FAULT,
+    FOUND,
+    LEAST_GAP,
+    ROUNDING,
+    UNJUDGED,
+    bound_of,
+    compare,
+    most_of,
+    noise,
+)
 
 WANTED = [11, 12, 13, 14, 15, 16, 17, 18]
 
@@ -19,14 +32,18 @@ def reply(tokens: list[int], gap: float = 1.0, other: int = 99, finish: str = "l
 def verdict(
     wanted: Reply, found: Reply, others: dict[int, Reply] | None = None, bound: float = LEAST_GAP
 ) -> tuple[str, str]:
-    parted = compare(0, "together", wanted, found, others or {})
+    parted = compare(0, "together", wanted, found, others or {}, text_of)
     assert parted is not None
-    judged = parted.judged(bound)
+    judged = parted.judged(bound, bound)
     return judged.verdict, judged.shape
 
 
+def text_of(tokens: Sequence[Token]) -> str:
+    return "".join(map(str, tokens))
+
+
 def test_equal() -> None:
-    assert compare(0, "again", reply(WANTED), reply(WANTED), {}) is None
+    assert compare(0, "again", reply(WANTED), reply(WANTED), {}, text_of) is None
 
 
 @pytest.mark.parametrize(("gap", "wanted"), [(0.1, ROUNDING), (0.49, ROUNDING), (0.6, FAULT)])
@@ -46,6 +63,55 @@ def test_a_token_that_is_not_among_the_likely_ones_is_less_likely_than_these() -
 def test_without_log_probabilities() -> None:
     wanted, found = Reply("abcdefgh"), Reply("abcxyzuv")
     assert verdict(wanted, found) == (UNJUDGED, "")
+
+
+def words(*tokens: str, other: str = "", gap: float = 0.0, at: int = 0) -> Reply:
+    """Tokens with log-probabilities; at one place `other` is less likely by `gap`, and the others by 3."""
+    top = [
+        {token: -0.5, " z": -3.5} | ({other: -0.5 - gap} if place == at else {}) for place, token in enumerate(tokens)
+    ]
+    return Reply("".join(tokens), [], list(tokens), [-0.5] * len(tokens), top, finish_reason="length")
+
+
+ANSWER = ("The", " cat", " sat", " on", " it")
+
+
+@pytest.mark.parametrize(
+    ("other", "text", "gap"),
+    [
+        (" dog", "The dog ran away", 0.2),
+        (" d", "The dog ran away", 0.2),  # the text tells no tokens
+        (" dog", "The doe ran away", 3.0),  # no likely token goes on so: less likely than all of them
+        (" do", "The d", 3.0),  # it goes on further than the text
+        ("", "The", 0.2),  # an end token has no text
+    ],
+)
+@pytest.mark.parametrize("lead", ["", " "])
+def test_one_side_that_shows_log_probabilities_judges_alone(other: str, text: str, gap: float, lead: str) -> None:
+    shown, silent = words(*ANSWER, other=other, gap=0.2, at=1), Reply(lead + text, finish_reason="length")
+    shown.text = lead + shown.text
+    for sides, by in (((shown, silent), EXPECTED), ((silent, shown), FOUND)):
+        parted = compare(0, "alone", *sides, {}, text_of)
+        assert parted is not None
+        assert (parted.by, parted.gap) == (by, pytest.approx(gap))
+        assert parted.judged(bound_of([]), most_of([])).verdict == (FAULT if gap > 2 else ROUNDING)
+        assert (parted.wanted, parted.found) != (None, None)
+
+
+@pytest.mark.parametrize(("gap", "wanted"), [(0.5, ROUNDING), (0.6, UNJUDGED), (1.9, UNJUDGED), (2.1, FAULT)])
+def test_without_noise_gaps_in_between_are_not_judged(gap: float, wanted: str) -> None:
+    parted = compare(0, "alone", words(*ANSWER, other=" dog", gap=gap, at=1), Reply("The dog ran"), {}, text_of)
+    assert parted is not None
+    assert parted.judged(bound_of([]), most_of([])).verdict == wanted
+    assert most_of([0.2, 0.2]) == bound_of([0.2, 0.2])
+
+
+def test_tokens_that_are_not_those_of_the_text_judge_nothing() -> None:
+    shown = words(*ANSWER, other=" dog", gap=0.1, at=1)
+    shown.text = "A cat sat"
+    parted = compare(0, "alone", shown, Reply("A dog ran"), {}, text_of)
+    assert parted is not None
+    assert (parted.gap, parted.by, parted.judged(0.5, 2.0).verdict) == (None, "", UNJUDGED)
 
 
 @pytest.mark.parametrize(

@@ -320,6 +320,6 @@ def test_bundled_prompts_that_do_not_fit_are_left_out_and_counted(
     work = json.loads(Path("out/record.json").read_text())["workload"]
     assert 0 < work["prompts_left_out"] == 8 - work["prompts"] < 8
     expected = (
-        f"{work['prompts_left_out']} of 8 prompts are left out, as they are longer than max_model_len=150 - max_new"
+        f"{work['prompts_left_out']} of 8 prompts are left out: with 2 tokens of answer they are longer than the 150"
     )
     assert expected in Path("out/summary.md").read_text()

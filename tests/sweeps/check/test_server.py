@@ -145,6 +145,30 @@ def test_second_server_and_weights(serve: Any, command: Any, folder: Path, tmp_p
     assert found.exit_code == 0, found.output
 
 
+@pytest.mark.parametrize("silent", ["server", "baseline"])
+def test_one_side_that_shows_log_probabilities_judges_alone(
+    serve: Any, command: Any, tmp_path: Path, silent: str
+) -> None:
+    with letters_engine(write_letters(tmp_path / "other", 5)) as other:
+        url, baseline = serve(shows=silent != "server"), serve(engine=other, shows=silent != "baseline")
+        found = command(url, "--baseline-url", baseline, "--probes", "none")
+        same = command(
+            url,
+            "--baseline-url",
+            serve(shows=silent != "baseline"),
+            "--probes",
+            "none",
+            "--out",
+            str(tmp_path / "same"),
+        )
+    assert (found.exit_code, same.exit_code) == (1, 0), found.output + same.output
+    assert "FAILED: " in found.output
+    rows = [json.loads(line) for line in (tmp_path / "out" / "divergences.jsonl").read_text().splitlines()]
+    assert {row["by"] for row in rows} == {"expected" if silent == "server" else "found"}
+    assert "fault" in {row["verdict"] for row in rows}
+    assert "ONE SIDE SHOWS LOG-PROBABILITIES and alone judges 12" in found.output.replace("\n", " ")
+
+
 @pytest.mark.parametrize("send", ["text", "chat"])
 def test_prompts_as_text_and_messages(serve: Any, command: Any, folder: Path, send: str) -> None:
     found = command(serve(), "--send", send, "--weights", str(folder), "--device", "cpu", "--probes", "logprobs,stop")

@@ -83,8 +83,8 @@ REFUSED = {  # with nothing loaded
     "tokenizer": "tokenizer='toy': no such name, file or folder",
     "kv_dtype": "one kv-dtype=fp8: kv_dtype='fp8': needs a CUDA device",
     "draft_attention_backend": "one draft-attention-backend=torch: draft_attention_backend='torch': this head has one",
-    "decode_graph": "one decode-graph=whole: decode_graph='whole': needs a CUDA device",
-    "prefill_graph": "one prefill-graph=piecewise: prefill_graph='piecewise': needs a CUDA device",
+    "decode_graph": "one decode-graph=whole: graphs.decode='whole': needs a CUDA device",
+    "prefill_graph": "one prefill-graph=piecewise: graphs.prefill='piecewise': needs a CUDA device",
     "draft_quantization": "draft_quantization='fp8': the draft's hidden size is 64",
     "corpus": "one corpus=missing.jsonl: corpus='missing.jsonl': cannot be read",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError
 from specbatch.records.run_record import RunRecord
-from specbatch.records.sweep_plan import PLAN, check_plan, plan_of, points, save, unfinished
+from specbatch.records.sweep_plan import PLAN, Point, check_plan, plan_of, points, save, unfinished
+from specbatch.servers.server import Server
 from specbatch.sweeps.run.benchmark import SweepOptions
 from specbatch.sweeps.run.configurations import by_model, named, read_grid
 from specbatch.sweeps.workload.workloads import Workload
@@ -74,13 +75,13 @@ def test_file_overrides_the_command_line(tmp_path: Path) -> None:
         ("x = 3", "write a table of options"),
         ("[a", "not TOML"),
         ('[a]\nspecs = "v1"', "a: specs': is no option of an engine; did you mean spec?"),
-        ("[a]\ndraft-token = 3", "a: draft_token': is no option of an engine; did you mean draft-tokens"),
+        ("[a]\ndraft-token = 3", "a: draft-token': is no option of an engine; did you mean draft-tokens"),
         ("[a]\nzzz = 3", "a: zzz': is no option of an engine; use one of model, "),
-        ("[a]\ndraft-tokens = true", "a: draft_tokens=true': this is not a value of that option"),
+        ("[a]\ndraft-tokens = true", "a: draft-tokens=true': this is not a value of that option"),
         ('[a]\ndraft-tokens = "many"', "draft-tokens='many': use a whole number, or auto"),
-        ('[a]\npage_size = "big"', 'a: page_size="big"\': this is not a value of that option'),
-        ("[a]\nfp8_activations = 'no'", 'fp8_activations="no"\': use true or false'),
-        ("[a]\nprefix-cache = 3", "prefix_cache=3': use true or false"),
+        ('[a]\npage_size = "big"', 'a: page-size="big"\': this is not a value of that option'),
+        ("[a]\nfp8_activations = 'no'", 'fp8-activations="no"\': use true or false'),
+        ("[a]\nprefix-cache = 3", "prefix-cache=3': use true or false"),
         ("[a]\npage_size = 8\npage-size = 16", "a.page-size': is given twice"),
         ("[a]\npage_size = []", "or a list of them"),
         ("[a.b]\nc = 3", "or a list of them"),
@@ -207,7 +208,8 @@ def test_folder_of_another_sweep_is_refused(
 ) -> None:
     """pages: the page size of a configuration, or None for a configuration that is left out."""
     configs = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v2"))
-    save(tmp_path, plan_of(configs, OPTIONS), next(points(configs, OPTIONS)), record())
+    for point in islice(points(configs, OPTIONS), 2):
+        save(tmp_path, plan_of(configs, OPTIONS), point, record())
     now = {name: replace(config, page_size=pages.get(name, 16) or 16) for name, config in configs.items()}
     now = {name: config for name, config in now.items() if pages.get(name, 16) is not None}
     with pytest.raises(SpecbatchError, match=message):
@@ -218,3 +220,39 @@ def test_unreadable_plan_is_refused(tmp_path: Path) -> None:
     (tmp_path / PLAN).write_text("{")
     with pytest.raises(SpecbatchError, match=r"sweep\.json': is not JSON .*; name a new folder"):
         check_plan(tmp_path, plan_of(named(EngineConfig(), ("baseline",)), OPTIONS))
+
+
+def server(url: str) -> Server:
+    return Server(url)
+
+
+def test_a_configuration_that_was_not_measured_can_be_corrected(tmp_path: Path) -> None:
+    ours = named(EngineConfig(), ("baseline",))
+    wrong, right = (plan_of(ours | {"vllm": server(url)}, OPTIONS) for url in ("http://h:1", "http://h:2"))
+    every = list(points([*ours, "vllm"], OPTIONS))
+    save(tmp_path, wrong, every[0], record())
+    failed = record()
+    failed.workload["error"] = "no answer"
+    save(tmp_path, wrong, every[1], failed)
+    check_plan(tmp_path, right)
+    assert json.loads((tmp_path / PLAN).read_text()) == wrong, "nothing was measured with the other one"
+    save(tmp_path, right, every[0], record())
+    assert json.loads((tmp_path / PLAN).read_text()) == right
+    assert not every[1].is_finished(tmp_path), "what failed is of the wrong address"
+    assert every[0].is_finished(tmp_path)
+    save(tmp_path, right, every[1], record())
+    with pytest.raises(SpecbatchError, match="another"):
+        check_plan(tmp_path, wrong)
+    with pytest.raises(SpecbatchError, match="choice of configurations"):
+        check_plan(tmp_path, plan_of(ours, OPTIONS))
+
+
+def test_all_configurations_can_change_where_nothing_was_measured(tmp_path: Path) -> None:
+    first, second = (plan_of({name: server(f"http://{name}:1")}, OPTIONS) for name in ("a", "b"))
+    (failed := record()).workload["error"] = "no answer"
+    save(tmp_path, first, Point("a", 0, 1, 1), failed)
+    check_plan(tmp_path, second)
+    with pytest.raises(SpecbatchError, match=r"repeats \(2 there, 3 now\)"):
+        check_plan(tmp_path, second | {"repeats": 3})
+    save(tmp_path, second, Point("b", 0, 1, 1), record())
+    assert [path.parent.parent.parent.name for path in tmp_path.rglob("record.json")] == ["b"]

@@ -135,6 +135,16 @@ def test_summaries_of_vllm_have_the_accept_length_and_no_counts_of_each_verify()
     assert record.counters["server_acceptance"] == {"verifies": 8, "accepted": [8, 8, 8]}
 
 
+@pytest.mark.parametrize("counters", [True, False])
+def test_summaries_of_a_vllm_that_leaves_drafts_out_need_its_counters(counters):
+    """Tokens of 1, 2, 1, 1 (no drafts), 2, 1, 1 and 1 of 2."""
+    server = Rival("vllm", ((3, 1), (0, 0), (0, 0)), ends=10, of_requests="summary", details=counters)
+    _, record = measured(server, tokens=20)
+    assert record.metrics["accept_length"] == (9 / 7 if counters else None)
+    reason = record.counters.get("no_accept_length", "--per-request-spec-decode-metrics detailed reports the drafts")
+    assert "--per-request-spec-decode-metrics detailed reports the drafts" in reason
+
+
 def test_counters_of_vllm_show_verifies_without_drafts_that_trimmed_tokens_hide():
     """Tokens of 1, 4, 1 (no draft) and 1 of 4."""
     server = Rival("vllm", ((3, 3), (0, 0)), ends=7, of_requests="detailed")

@@ -89,7 +89,7 @@ def test_a_configuration_that_cannot_run_is_tried_once_and_leaves_the_draft_to_t
     with loaded(named(base, ["baseline", "v2+piecewise", "v2"]), lines.append, failed=failed) as engines:
         assert [*engines] == ["baseline", "v2"]
     assert failed.keys() == {"v2+piecewise"}
-    assert failed["v2+piecewise"].startswith("prefill_graph='piecewise': needs a CUDA device")
+    assert failed["v2+piecewise"].startswith("graphs.prefill='piecewise': needs a CUDA device")
     assert [line for line in lines if "piecewise" in line] == [f"v2+piecewise: {failed['v2+piecewise']}"]
 
 

@@ -135,12 +135,12 @@ def test_groups_have_system_prompts_of_random_lengths():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"groups": 3}, "groups=3: goes with --dataset gsp"),
-        ({"group_prompts": 2}, "group_prompts=2: goes with --dataset gsp"),
-        ({"shared_len": 9}, "shared_len=9: goes with --dataset gsp"),
+        ({"groups": 3}, "groups=3: goes with dataset='gsp'"),
+        ({"group_prompts": 2}, "group_prompts=2: goes with dataset='gsp'"),
+        ({"shared_len": 9}, "shared_len=9: goes with dataset='gsp'"),
         ({"input_len": (9, 3)}, "input_len='9-3': the smaller number comes first; use 3-9"),
         ({"output_len": (0, 3)}, "output_len=0: use a whole number of at least 1"),
-        ({"burst": 4}, "burst=4: give --request-rate"),
+        ({"burst": 4}, "burst=4: give request_rate"),
         ({"burst": -1}, "burst=-1: use a whole number"),
         ({"burst": 0, "request_rate": 5.0}, "request_rate=5.0: all prompts arrive at once"),
         ({"chat_template": True}, "chat_template=True: random prompts are not text"),
@@ -204,7 +204,7 @@ def test_texts_are_continued_or_rendered_as_messages(tmp_path):
 def test_thinking_needs_a_prompt_that_is_rendered(tmp_path):
     source = written(tmp_path, {"prompt": "a"})
     for template in (None, False):
-        with pytest.raises(SpecbatchError, match=r"thinking=True: no prompt is rendered .* add --chat-template"):
+        with pytest.raises(SpecbatchError, match=r"thinking=True: no prompt is rendered .* add chat_template=True"):
             Workload(source, thinking=True, chat_template=template)
     with pytest.raises(SpecbatchError, match="line 1 has token ids, which cannot be a message"):
         Workload(written(tmp_path, {"prompt_token_ids": [4]}), chat_template=True)
@@ -233,7 +233,7 @@ def test_turns_of_a_conversation(tmp_path):
 def test_turns_are_refused_where_there_are_none_and_with_a_clock(tmp_path):
     source = written(tmp_path, {"turns": ["Write.", "Rewrite."]})
     for how, message in (
-        ({"request_rate": 2.0}, "request_rate=2.0: later turns wait for answers .* add --turns 1"),
+        ({"request_rate": 2.0}, "request_rate=2.0: later turns wait for answers .* use turns=1"),
         ({"burst": 0}, "burst='all': later turns wait"),
         ({"turns": 0}, "turns=0: use a whole number of at least 1"),
     ):
