@@ -94,7 +94,9 @@ class Prompt:
             raise refuse_json("messages", self.value, "only a chat template renders tool calls; use chat_template=True")
         if tools and not chat_template:
             names = [tool["function"]["name"] for tool in tools]
-            raise refuse_json("tools", names, "only a chat template shows tools to the model; use chat_template=True")
+            raise refuse_json(
+                "tools", names, "only a chat template shows tools to the model; switch it on, or leave them out"
+            )
         if self.form != "messages" or not chat_template:
             return tokenizer.encode(text)
         switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
