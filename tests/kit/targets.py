@@ -65,6 +65,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         **_SIGMOID,
     },
+    "minimax-m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+    },
     "lfm2-moe": {
         "architectures": ["Lfm2MoeForCausalLM"],
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
@@ -218,7 +224,7 @@ STRENGTHS = {
     "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gemma4": 0.45, "gemma4-moe": 0.45,
     "gemma4-e2b": 0.45, "gpt-oss": 1.6,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
-    "nemotron-h-moe": 1.9, "lfm2": 1.3, "lfm2-moe": 1.3, "glm4-moe": 1.8, "phi3": 1.2, "drafts": 2.0,
+    "nemotron-h-moe": 1.9, "lfm2": 1.3, "lfm2-moe": 1.3, "glm4-moe": 1.8, "minimax-m2": 1.5, "phi3": 1.2, "drafts": 2.0,
     "recurrent-drafts": 2.0, "other-drafts": 2.0, "deepseek-v2": 0.8, "deepseek-v3": 1.0,
 }  # fmt: skip
 

@@ -124,6 +124,7 @@ FORMAT_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "GEMMs of experts": ("kernels/moe/experts_triton.py",),
         "the experts of gpt-oss": ("specbatch/models/families/gpt_oss.py",),
         "experts of GGUF files": ("specbatch/models/gguf_layout.py", "specbatch/weights/gguf_tensors.py"),
+        "matrices that are no experts of gpt-oss": ("specbatch/models/formats/fp4.py",),
         "a benchmark": ("sweeps/microbench/moe.py",),
     },
 }  # fmt: skip
