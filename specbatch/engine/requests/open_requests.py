@@ -13,6 +13,7 @@ from specbatch.core.request import Completion, Request
 from specbatch.engine.requests.prompt_reader import PromptReader
 from specbatch.engine.requests.submissions import Submission
 from specbatch.engine.schedule.scheduler import Scheduler
+from specbatch.text.thinking import reasoning_tokens
 from specbatch.text.tokenizer import Tokenizer
 
 Detail = Literal["completions", "tokens", "text"]  # what a stream yields: completions only, tokens, tokens with text
@@ -67,6 +68,7 @@ class OpenRequests:
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._prompts = prompts
+        self._reasoning = reasoning_tokens(tokenizer)
         self._on_finish = on_finish
         self._active: dict[tuple[int, int], Request] = {}  # by prompt and sample
         self._aborts: deque[int | str] = deque()  # asked for, perhaps by another thread, and not handled yet
@@ -108,6 +110,7 @@ class OpenRequests:
             streams_text=self._detail == "text",
             banned=self._prompts.banned(item.params.bad_words),
             automaton=self._prompts.automaton(item.params),
+            reasoning=self._reasoning,
         )
         self._active[item.index, item.sample] = request
         self._scheduler.add(request)
