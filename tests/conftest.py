@@ -189,7 +189,8 @@ class ToyTokenizer:
 
 
 class ToyCheckpoint:
-    """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-foreign" (31 tokens of other texts), "toy-nan"."""
+    """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-foreign" (31 tokens of other texts), and
+    "toy-nan"."""
 
     origin = "memory"
     mtp: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
