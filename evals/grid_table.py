@@ -19,6 +19,7 @@ from specbatch.records.bases import bases_of
 from specbatch.records.markdown import markdown_table
 from specbatch.records.mcnemar import changes, is_binary
 from specbatch.records.metrics import METRICS
+from specbatch.records.reasoning import parts_of, parts_table, reasons
 from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import Replicates
 from specbatch.records.store import RECORD
@@ -55,15 +56,25 @@ class Grid:
         if self.reports:
             rows = self.rows()
             lines = [
-                markdown_table([self._cells(row, judged=any("speedup_text" in row for row in rows)) for row in rows]),
+                markdown_table(self.cells()),
                 markdown_table(map(self._details, rows)),
+                parts_table(self.records(), ("concurrency", "configuration")),
                 self._notes(rows),
             ]
         names: dict[str, list[str]] = {}
         for name, reason in self.left_out.items():
             names.setdefault(reason, []).append(name)
         lines += [f"{', '.join(alike)}: left out, {reason}" for reason, alike in names.items()]
-        return "\n\n".join(lines)
+        return "\n\n".join(filter(None, lines))
+
+    def cells(self) -> list[dict[str, str]]:
+        """The rows of the first table."""
+        rows = self.rows()
+        return [self._cells(row, judged=any("speedup_text" in row for row in rows)) for row in rows]
+
+    def records(self) -> dict[Place, list[RunRecord]]:
+        """The records of each point."""
+        return {place: [one.record for one in found] for place, found in self.reports.items()}
 
     def scores(self) -> list[dict[str, str]]:
         """The cells of each point by their heading: scores, their difference from the base, and what they are of."""
@@ -107,6 +118,8 @@ class Grid:
             known = {"": score.value, " stderr": score.stderr, " unparsed": score.unparsed}
             row |= {f"{_named(score, report)}{what}": value for what, value in known.items() if value is not None}
         row |= {key: _mean([one.record.metrics.get(key) for one in reports]) for key in SHOWN}
+        if any(reasons([one.record for one in found]) for found in self.reports.values()):
+            row |= parts_of([one.record for one in reports])
         base = self.reports.get((concurrency, self.bases[name]))
         if base is None or base is reports:
             return row

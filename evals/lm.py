@@ -31,8 +31,8 @@ from specbatch.evals.finished import Answer, Row, Scored, hash_of
 from specbatch.evals.generation import LIMITS, Generation, generation_of
 from specbatch.evals.generation_config import generation_config, unapplied
 from specbatch.jobs.partial_output import row_seed
-from specbatch.jobs.thinking import Reasoning
 from specbatch.text.chat_template import TemplateRefusal
+from specbatch.text.thinking import Reasoning
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -47,7 +47,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
     max_new_tokens  limit of every answer; None: the task's limit, or `options.MAX_NEW_TOKENS`
     chat_template   whether prompts were rendered by `apply_chat_template`
     thinking        `enable_thinking` of the chat template; None leaves the template's default
-    think_end_token  text that ends reasoning, if the model's is not one of `specbatch.jobs.thinking.MARKS`
+    think_end_token  text that ends reasoning, if the model's is not one of `specbatch.text.thinking.MARKS`
     add_bos_token   whether texts that do not begin with the bos token get it; None: as the tokenizer encodes a text
     truncate_prompts  drop the beginning of prompts that are too long, instead of refusing them
     sampling        parameters that replace those of the task, by name
@@ -85,7 +85,7 @@ class SpecBatchLM(TemplateLM):  # type: ignore[misc]
         self._task = task
         self._max_new_tokens = max_new_tokens
         self._chat_template = chat_template
-        self._switch = {} if thinking is None else {"enable_thinking": thinking}
+        self._switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
         self._think_end_token = think_end_token
         tokenizer = cast("Tokenizer", getattr(engine, "tokenizer", None))  # of a server, which then encodes, unknown
         self._encoding = Encoding(tokenizer, add_bos_token, is_chat=chat_template)

@@ -26,6 +26,7 @@ from specbatch.files.atomic_file import write_atomic
 from specbatch.records.answers import QUESTIONS, EvalAnswers
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.metrics import METRICS
+from specbatch.records.reasoning import PARTS, parts_table, reasons
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import EARLIER
 
@@ -116,9 +117,10 @@ class EvalReport(EvalAnswers):
 
     def details(self) -> str:
         """Markdown: speed, and what it was measured on."""
-        parts = [markdown_table([cells]) for cells in self._speed()]
+        parts = [markdown_table([cells]) for cells in self.speed_cells()]
         if self.generates:
             parts.append(acceptance_table({(): [self.record.counters]}, sampling=sampling_text(self.sampling)))
+            parts.append(parts_table({(): [self.record]}))
             parts.append("\n".join(draft_length_lines([self.record.counters], self.record.caps)))
             parts.append(few_shot_lines(self.scores, self.record))
         return "\n\n".join([*filter(None, parts), "\n".join(self._notes())])
@@ -137,7 +139,7 @@ class EvalReport(EvalAnswers):
         is_sampled = bool(self.sampling and self.sampling["temperature"])
         return f"{text}, seed {self.record.config['seed']}" if is_sampled else text
 
-    def _speed(self) -> Iterator[dict[str, str]]:
+    def speed_cells(self) -> Iterator[dict[str, str]]:
         """Columns of the speed tables: of answers, and of texts that were scored."""
         if self.generates:
             answers = sum("finish_reason" in row for row in self.questions)
@@ -232,6 +234,8 @@ class EvalReport(EvalAnswers):
         else:
             shown = ("accept_length", "accept_rate", "mean_ttft_s", "mean_tpot_s", "output_throughput")
             generated = {"truncated": self.truncated, "simulated_accept_length": self.record.simulated_accept_length}
+        if reasons([self.record]):
+            shown += PARTS
         generated |= {name: metrics.get(name) for name in shown}
         return [{**asdict(score), **generated, **settings, "task": score.task or self.task} for score in self.scores]
 

@@ -31,10 +31,10 @@ from specbatch.errors import MOST, FailedError, SpecbatchError, counted, refuse
 from specbatch.evals.generation import Generation
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.jobs.partial_output import row_seed
-from specbatch.jobs.thinking import CLOSE, OPEN, Reasoning
 from specbatch.servers.client import Failed
 from specbatch.servers.engine import LLAMACPP, SGLANG, VLLM, HttpEngine
 from specbatch.servers.server import CONCURRENCY
+from specbatch.text.thinking import CLOSE, OPEN, Reasoning
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine

@@ -55,8 +55,8 @@ class Algorithm:
 
     module          the module with its `plan` function
     default_tokens  length of the drafted chain when no shape is configured, as published: SGLang drafts 3 tokens with a
-                    model or head, vLLM's prompt lookup examples 4, DFLASH and DFlash 2 a block of 16
-                    with the root, DSpark a block of 7, P-EAGLE 7 as in vLLM's benchmarks at one request
+                    model or head, vLLM's prompt lookup examples 4, DSpark a block of 7, all others that fill a block
+                    one of 16 with the root, P-EAGLE 7 as in vLLM's benchmarks at one request
     tree            how a tree gets its candidates: "expanded" gives each of `topk` nodes of a step `topk` children,
                     "block" does so with the tokens of a block that is filled in one pass, "merged" joins `topk`
                     continuations of `steps` tokens, None means that only chains are drafted
@@ -108,6 +108,13 @@ def _names_mask_token(config: Mapping[str, Any]) -> bool:
     """Whether a config is of a head that drafts in parallel, in vLLM's layout or that of speculators."""
     keys = ("speculators_model_type", "pard_token", "ptd_token_id")
     return any(config.get(key) is not None for key in keys)
+
+
+def _projector(config: Mapping[str, Any]) -> Any:
+    """What a block draft has besides its layers, as SpecForge names it."""
+    inside = config.get("dflash_config")
+    found = inside.get("projector_type") if isinstance(inside, Mapping) else None
+    return config.get("projector_type") if found is None else found
 
 
 _MTP = Algorithm(
@@ -195,9 +202,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         default_tokens=15,
         tree="block",
         draft=_BLOCK_DRAFT,
-        published=Published(
-            ("DFlashDraftModel", *_DEEPSPEC), ("dflash", "dspark"), has="neither Markov head nor selector"
-        ),
+        published=Published(("DFlashDraftModel", *_DEEPSPEC), ("dflash", "dspark"), has="no head of its own"),
         settings=("draft_quantization",),
         training=Training("specbatch.training.dflash", {"draft_layers": 2, "block_size": 8, "anchors": 16}),
         in_vllm={"method": "dflash"},
@@ -228,6 +233,58 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         in_vllm={"method": "dspark"},
         in_sglang="DSPARK",
+    ),
+    "domino": Algorithm(
+        "specbatch.drafters.domino",
+        default_tokens=15,
+        tree="block",
+        root_drafts=True,
+        draft=_BLOCK_DRAFT,
+        published=Published(
+            ("DFlashDraftModel", "DominoDraftModel"),
+            is_own=lambda config: _projector(config) == "domino",
+            has="a GRU over the block",
+        ),
+        settings=("draft_quantization",),
+        training=Training(
+            "specbatch.training.domino",
+            {"draft_layers": 2, "block_size": 8, "anchors": 16, "gru_size": 1024, "correction_rank": 256},
+        ),
+        in_sglang="DFLASH",
+    ),
+    "lilicorr": Algorithm(
+        "specbatch.drafters.lilicorr",
+        default_tokens=15,
+        tree="block",
+        draft=_BLOCK_DRAFT,
+        published=Published(("LiLiCorrDraftModel",), has="a LiLiCorr head"),
+        settings=("draft_quantization",),
+        training=Training(
+            "specbatch.training.lilicorr", {"draft_layers": 2, "block_size": 8, "anchors": 16, "lattice_width": 1024}
+        ),
+        in_vllm={"method": "dflash"},
+        in_sglang="DFLASH",
+    ),
+    "uno": Algorithm(
+        "specbatch.drafters.uno",
+        default_tokens=8,
+        tree="block",
+        root_drafts=True,
+        draft="a LoRA that was made for the model (folder or hub id)",
+        needs="dense layers (Llama, Mistral, Qwen2, Qwen3)",
+    ),
+    "xpress": Algorithm(
+        "specbatch.drafters.xpress",
+        default_tokens=15,
+        tree="block",
+        draft=_BLOCK_DRAFT,
+        published=Published(("Qwen3XPressModel",), has="a refiner"),
+        settings=("draft_quantization",),
+        training=Training(
+            "specbatch.training.xpress",
+            {"draft_layers": 2, "block_size": 8, "anchors": 16, "refiner_rank": 256, "token_weight": 0.1},
+        ),
+        in_vllm={"method": "dflash"},
     ),
 }
 

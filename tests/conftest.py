@@ -45,7 +45,10 @@ from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.format import Format
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
+from specbatch.models.heads.domino import DominoConfig
 from specbatch.models.heads.dspark import DSparkConfig
+from specbatch.models.heads.lilicorr import LiLiCorrConfig
+from specbatch.models.heads.xpress import XPressConfig
 from specbatch.records import low_acceptance
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
@@ -159,9 +162,16 @@ class ToyTokenizer:
     bos_id = BOS
     has_chat_template = False
     byte_tokens: dict[int, int] = {}  # noqa: RUF012
+    hidden: dict[str, int] = {"<s>": BOS, "</s>": EOS}  # noqa: RUF012
+    eos_id = EOS
 
-    def __init__(self, size: int = len(_PIECES)) -> None:
+    def __init__(self, size: int = len(_PIECES), *, foreign: bool = False) -> None:
         self.vocab_size = size
+        self._foreign = foreign  # other texts
+
+    @property
+    def shown_bytes(self) -> list[bytes | None]:
+        return [b"other " + piece if self._foreign else piece for piece in _PIECES[: self.vocab_size]]
 
     def token_bytes(self) -> list[bytes | None]:
         return [None if token in (0, BOS, EOS) else piece for token, piece in enumerate(_PIECES[: self.vocab_size])]
@@ -174,11 +184,13 @@ class ToyTokenizer:
         return b"".join(_PIECES[token] for token in ids if token not in gone).decode(errors="replace")
 
     def vocabulary(self) -> list[str]:
-        return [piece.decode(errors="backslashreplace") for piece in _PIECES[: self.vocab_size]]
+        return [("other " if self._foreign else "") + piece.decode(errors="backslashreplace")
+                for piece in _PIECES[: self.vocab_size]]  # fmt: skip
 
 
 class ToyCheckpoint:
-    """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-small" (vocabulary of 31), "toy-nan"."""
+    """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-foreign" (31 tokens of other texts), and
+    "toy-nan"."""
 
     origin = "memory"
     mtp: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
@@ -187,7 +199,7 @@ class ToyCheckpoint:
 
     def __init__(self, name: str = "toy", vocabulary: int = len(_PIECES)) -> None:
         self.name = name
-        vocabulary = 31 if name == "toy-small" else vocabulary
+        vocabulary = 31 if name == "toy-foreign" else vocabulary
         self.config = ModelConfig.from_dict(
             {
                 "architectures": ["LlamaForCausalLM"],
@@ -218,7 +230,7 @@ class ToyCheckpoint:
         return self.tensors[name]
 
     def tokenizer(self) -> ToyTokenizer:
-        return ToyTokenizer(self.config.vocab_size)
+        return ToyTokenizer(self.config.vocab_size, foreign=self.name == "toy-foreign")
 
 
 TOY_BLOCK: dict[str, Any] = {
@@ -231,6 +243,11 @@ TOY_BLOCK: dict[str, Any] = {
 
 _MARKOV = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "enable_confidence_head": False}
 _SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": 6, "selector_top_k": 5}
+_GRU = {"projector_type": "domino", "pure_draft_prefix_len": 1, "gru_hidden_dim": 8, "emb_dim": 6, "shift_label": True}
+_LATTICE = {
+    "lilicorr_candidate_topk": 5, "lilicorr_hidden_size": 12, "lilicorr_num_layers": 2, "lilicorr_num_heads": 2,
+    "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 8, "lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 40.0,
+}  # fmt: skip
 TOY_BLOCKS: dict[str, tuple[type[DFlashConfig], dict[str, Any]]] = {
     "toy-block": (DFlashConfig, {}),
     "toy-block-34": (DFlashConfig, {}),
@@ -238,6 +255,18 @@ TOY_BLOCKS: dict[str, tuple[type[DFlashConfig], dict[str, Any]]] = {
         f"toy-block-{kind}": (DSparkConfig, _MARKOV | {"markov_head_type": kind})
         for kind in ("vanilla", "gated", "rnn")
     },
+    "toy-block-refiner": (
+        XPressConfig,
+        {"architectures": ["Qwen3XPressModel"], "xpress_rank": 6, "xpress_mlp_hidden": 10, "xpress_num_passes": 4},
+    ),
+    "toy-block-gru": (
+        DominoConfig,
+        {"dflash_config": TOY_BLOCK["dflash_config"] | _GRU},
+    ),
+    "toy-block-lattice": (
+        LiLiCorrConfig,
+        {"architectures": ["LiLiCorrDraftModel"], "dflash_config": TOY_BLOCK["dflash_config"] | _LATTICE},
+    ),
     "toy-block-selector": (
         DFlash2Config,
         {"architectures": ["DFlash2DraftModel"], "dflash_config": TOY_BLOCK["dflash_config"] | _SELECTOR},

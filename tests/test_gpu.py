@@ -45,6 +45,10 @@ SPECULATIONS = {
     "dflash2": Speculation("dflash2", draft="dummy"),
     "dspark": Speculation("dspark", draft="dummy"),
     "dspark by budget": Speculation("dspark", draft="dummy", verify_budget=3),
+    "domino": Speculation("domino", draft="dummy"),
+    "lilicorr": Speculation("lilicorr", draft="dummy"),
+    "uno": Speculation("uno", draft="dummy", draft_tokens=4),
+    "xpress": Speculation("xpress", draft="dummy"),
     "ngram-tree": Speculation("ngram", draft_steps=3, draft_topk=2, ngram_min=1),
     "self-tree": Speculation("standalone", draft="self:skip=1", draft_steps=5, draft_topk=3, draft_tokens=7),
 }

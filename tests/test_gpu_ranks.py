@@ -41,6 +41,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 3},
 }
 LESS_OFTEN: dict[str, dict[str, Any]] = {
+    "domino": {"algorithm": "domino", "draft": "dummy", "draft_tokens": 3},
+    "lilicorr": {"algorithm": "lilicorr", "draft": "dummy", "draft_tokens": 3},
+    "xpress": {"algorithm": "xpress", "draft": "dummy", "draft_tokens": 3},
     "peagle": {"algorithm": "peagle", "draft": "dummy", "draft_tokens": 3},
     "dspark-tree": {"algorithm": "dspark", "draft": "dummy", "draft_steps": 3, "draft_topk": 2, "draft_tokens": 5},
     "ngram-corpus": {"algorithm": "ngram", "draft_tokens": 3, "ngram_min": 1, "corpus": "run", "corpus_min": 1},

@@ -147,6 +147,8 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (partial(Recipe, "dflash"), "block_size", [1], "use 2 to 64"),
     (partial(Recipe, "dflash"), "draft_layers", [0], "use 1 to 64"),
     (partial(Recipe, "dflash"), "markov_rank", [8], "it belongs to dspark"),
+    (partial(Recipe, "lilicorr"), "lattice_width", [12, 0], "use a multiple of 8"),
+    (partial(Recipe, "domino"), "block_size", [64], "use at most 63, as the first row drafts, too"),
     (partial(Recipe, "dspark"), "block_size", [64], "use at most 63, as the first row drafts, too"),
     (partial(Recipe, "eagle3"), "unroll", [17], "use 1 to 16"),
     (partial(Recipe, "eagle3"), "vocab", [0], "at least 1"),
@@ -169,7 +171,7 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
     *(
         ({"speculation": Speculation("standalone", draft=draft)}, f"draft={draft!r}", works)
         for draft, works in [
-            ("toy-small", "37 tokens and toy has 31"),
+            ("toy-foreign", "shares no text with it"),
             ("self:skip=4", "layers 0-3"),
             ("self:skip=0-3", "keep at least one"),
             ("self:skip=2-1", "self:skip=FIRST-LAST"),

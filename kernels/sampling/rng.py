@@ -10,7 +10,7 @@ import torch
 CONTEXT_ROWS = 8 * 24  # of simulated acceptance by context: up to 2^24 tokens
 
 # One stream per use, so that two samples at the same position never share a random number.
-TARGET, ACCEPT, RESIDUAL, DRAFT, SIMULATED = range(5)
+TARGET, ACCEPT, RESIDUAL, DRAFT, SIMULATED, NOISE = range(6)
 
 
 def _signed(value: int) -> int:

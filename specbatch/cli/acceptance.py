@@ -33,13 +33,15 @@ def acceptance(
 
     specbatch sweep --model qwen3-8b --load-format dummy --algorithm eagle3 --draft dummy --simulate-accept curve.yaml
 
-    Draft j counts where all drafts before it were accepted. Runs without drafts are ignored.
+    Draft j counts where all drafts before it were accepted. Runs without drafts are ignored. Of models that reason, a
+    second table has tokens and acceptance of reasoning and answer apart.
 
     Runs of this engine and of servers, or of several servers, are compared: the same drafter should be accepted as
     often everywhere. The table has the differences with their intervals, and what may have made them
     (docs/any-engine.md).
     """
     from specbatch.jobs.output_files import read_output
+    from specbatch.records.reasoning import parts_of, parts_table, reasons
     from specbatch.sweeps.report.acceptance_comparison import compare_engines
     from specbatch.sweeps.report.acceptance_curve import check_suffix, curve_of_records, read_all
     from specbatch.sweeps.report.prompt_acceptance import sides_of
@@ -57,4 +59,7 @@ def acceptance(
     curve = curve_of_records(found)
     if output is not None:
         curve.save(output)
-    show(curve.markdown(), curve.as_dict(), as_json=as_json)
+    drafting = [record for _, record in found if record.drafts]
+    parts = {"parts": parts_of(drafting)} if reasons(drafting) else {}
+    text = "\n\n".join(filter(None, [curve.markdown(), parts_table({(): drafting})]))
+    show(text, curve.as_dict() | parts, as_json=as_json)

@@ -13,29 +13,30 @@ import typer
 from typer import Argument, Option
 
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
+from specbatch.cli.eval_grid import check_grid, compare, grid_asked, grids_in_modes, show_grids
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, is_given, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
-from specbatch.cli.servers import SERVER_PANEL, configured_with_servers, kind_option, only_server
+from specbatch.cli.servers import SERVER_PANEL, kind_option, only_server
+from specbatch.cli.thinking import CompareThinking, check_compared
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
 from specbatch.config.values import whole_numbers
-from specbatch.errors import about, refuse
+from specbatch.errors import refuse
 from specbatch.evals.options import EvalOptions, GridOptions
 from specbatch.progress.bars import progress
 from specbatch.servers.server import CONCURRENCY, Server
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
-    from specbatch.evals.grid_table import Grid
     from specbatch.evals.report import EvalReport
     from specbatch.evals.run import PreparedEval
     from specbatch.evals.several import SeveralReports
+    from specbatch.evals.thinking import ThinkingGrids, ThinkingReports
     from specbatch.replicas.cluster import Cluster
     from specbatch.servers.engine import HttpEngine
 
 
 _GRID = "Comparison"  # a box of --help
-_ABLATION, _ON_CUDA = ("baseline", "v1", "v2"), ("baseline+piecewise", "v2+piecewise")
 _PANELS = {name: option.panel for name, option in SAMPLING_OPTIONS.items() if option.panel}
 
 
@@ -94,6 +95,7 @@ def evaluate(
     cluster: dict[str, Any],
     engine_kind: Annotated[str, kind_option("evaluate")] = "specbatch",
     of_server: dict[str, Any],
+    compare_thinking: CompareThinking = False,
     output: Annotated[
         Path | None,
         Option(
@@ -112,9 +114,8 @@ def evaluate(
 
     specbatch eval gsm8k --engine http --base-url http://localhost:8000
 
-    gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Results for each question go to the
-    output folder. Text inside <think> is not scored. To continue an interrupted evaluation, run the same command with
-    its folder as --out: only the missing answers are generated.
+    gsm8k, gsm8k_platinum, one_digit_sums and one_digit_choices need no network. Text inside <think> is not scored. To
+    continue an interrupted evaluation, run the same command with its folder as --out.
 
     Details:
 
@@ -139,15 +140,15 @@ def evaluate(
     Several tasks have a folder and a table each. Different models (model = ..., or --model A,B) run one after the
     other, each in its own process and folder. With --distributed the workers of a Ray cluster measure whole rounds.
 
-    Tasks of type multiple_choice, loglikelihood and loglikelihood_rolling (arc_easy, lambada_openai, wikitext) compare
-    the log-likelihoods of given texts. The target computes them without drafts, so --algorithm and --configs do not
-    apply.
+    Tasks that compare log-likelihoods of given texts (arc_easy, lambada_openai, wikitext) are computed by the target
+    without drafts, so --algorithm and --configs do not apply.
 
     With --engine http a server of OpenAI's API answers (docs/any-engine.md). Of the options below only --model,
     --tokenizer and --seed apply. Requests that fail are asked again; if some stay without an answer the exit status is
     1, and the same command with the folder as --out asks for these.
     """
     from specbatch.evals.several import has_results
+    from specbatch.evals.thinking import ThinkingReports, folders_of, in_modes
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.run.configurations import by_model
     from specbatch.sweeps.run.loading import one_group, refuse_servers
@@ -156,10 +157,10 @@ def evaluate(
     if of_server["send"] == "chat":
         settings["chat_template"] = True
 
-    def connected(send: str, **how: Any) -> HttpEngine | None:
-        own = {**of_server, "send": send}
-        given = partial(is_given, context)
-        return only_server(engine, own, context.params, given, seed=engine.seed, prefix_cache=True, **how)
+    def connected(send: str, mode: bool | None = None, **how: Any) -> HttpEngine | None:
+        own, given = {**of_server, "send": send}, partial(is_given, context)
+        values = context.params if mode is None else context.params | {"thinking": mode}
+        return only_server(engine, own, values, given, seed=engine.seed, prefix_cache=True, **how)
 
     is_server = connected(of_server["send"] or "text", tokenizer=False, log=None) is not None  # before tasks are read
     if is_server and cluster["distributed"] is not None:
@@ -168,7 +169,7 @@ def evaluate(
         raise refuse("ablation", True, "does not apply to a server, which has its own engine settings; leave it out")
     is_grid = ablation or configs is not None
     if is_grid:
-        _check_grid(engine, configs, ablation)
+        check_grid(engine, configs, ablation)
     elif comparison["prompts_per_concurrency"] is not None:
         works = "goes with --configs; use --limit"
         raise refuse("prompts_per_concurrency", comparison["prompts_per_concurrency"], works)
@@ -180,31 +181,46 @@ def evaluate(
     options = EvalOptions(",".join(tasks), seed=fewshot_seed, **settings)
     if is_grid:
         engine, workers = clustered(engine, cluster, replicas=False)
-        found, steps, left_out = _grid(engine, configs, steps, settings["thinking"], elsewhere=workers is not None)
+        found, steps, left_out = grid_asked(engine, configs, steps, settings["thinking"], elsewhere=workers is not None)
         points, models = GridOptions(options, steps, **comparison), by_model(found)
+        if compare_thinking:
+            check_compared(options.thinking, models, [one for one in found.values() if isinstance(one, Server)])
         if workers is not None:
             refuse_servers(found)
             one_group(found)
-        plans = "*/" * (len(models) > 1) + "*/" * (len(options.names) > 1) + PLAN
+        plans = "*/" * (len(models) > 1 or compare_thinking) + "*/" * (len(options.names) > 1) + PLAN
         resumes = "*" if output is not None and any(output.glob(plans)) else None
         with fresh_folder(output, "eval", resumes=resumes) as folder:
-            grids, statuses = _compare(models, left_out, points, folder, workers)
-        _show_grids(grids, folder, as_json)
+            if compare_thinking:
+                both_grids = grids_in_modes(models, left_out, points, folder, workers)
+                _show(both_grids, folder, as_json)
+                raise typer.Exit(int(any(grid.left_out.keys() - left_out.keys() for grid in both_grids.all)))
+            grids, statuses = compare(models, left_out, points, folder, workers)
+        show_grids(grids, folder, as_json)
         if statuses or any(grid.left_out.keys() - left_out.keys() for own in grids.values() for grid in own.values()):
             raise typer.Exit(1)
         return
-    resumes = "*" if output is not None and has_results(output, options.names) else None
-    if is_server:
-        with fresh_folder(output, "eval", resumes=resumes) as folder:
-            own = replace(options, output=folder, concurrency=CONCURRENCY if steps is None else steps[0])
-            result = _evaluate_server(own, of_server["send"], cast("Callable[..., HttpEngine]", connected))
-        _show(result, folder, as_json)
-        return
-    engine, workers = clustered(engine, cluster)
     most = None if steps is None else steps[0]
-    config = engine.config(concurrency=most, elsewhere=workers is not None)
+    if is_server:
+        own = replace(options, concurrency=CONCURRENCY if steps is None else steps[0])
+        open_server = cast("Callable[..., HttpEngine]", connected)
+        evaluated = partial(_evaluate_server, given=of_server["send"], connected=open_server)
+    else:
+        engine, workers = clustered(engine, cluster)
+        own = replace(options, concurrency=most)
+        config = engine.config(concurrency=most, elsewhere=workers is not None)
+        evaluated = partial(_evaluate, engine=engine, config=config, workers=workers)
+    if compare_thinking:
+        check_compared(options.thinking, [], [])
+        known = output is not None and any(has_results(path, own.names) for path in folders_of(output).values())
+        with fresh_folder(output, "eval", resumes="*" if known else None) as folder:
+            both = ThinkingReports({mode: evaluated(asked) for mode, asked in in_modes(own, folder).items()})
+            both.save(folder)
+        _show(both, folder, as_json)
+        return
+    resumes = "*" if output is not None and has_results(output, options.names) else None
     with fresh_folder(output, "eval", resumes=resumes) as folder:
-        result = _evaluate(replace(options, output=folder, concurrency=most), engine, config, workers)
+        result = evaluated(replace(own, output=folder))
     _show(result, folder, as_json)
 
 
@@ -242,7 +258,7 @@ def _evaluate_server(
     every = prepare_several(options)
     scores_texts = any(ready.task.scores_texts for ready in every.values())
     send = given or ("text" if not options.chat_template else "ids" if scores_texts else "chat")
-    server = connected(send, tokenizer=needs_tokenizer(send, options, scores_texts=scores_texts))
+    server = connected(send, options.thinking, tokenizer=needs_tokenizer(send, options, scores_texts=scores_texts))
 
     def checked(left: dict[str, PreparedEval]) -> AbstractContextManager[HttpEngine]:
         for ready in left.values():
@@ -298,99 +314,6 @@ def _answered(
     return result
 
 
-def _show(result: EvalReport | SeveralReports, folder: Path, as_json: bool) -> None:
+def _show(result: EvalReport | SeveralReports | ThinkingReports | ThinkingGrids, folder: Path, as_json: bool) -> None:
     text = f"{result.table()}\n\nresults: {folder}"
     show(text, {**result.as_dict(), "output": str(folder)}, as_json=as_json, kept=str(folder))
-
-
-def _check_grid(engine: EngineOptions, configs: str | None, ablation: bool) -> None:
-    option = "--configs" if configs is not None else "--ablation"
-    if ablation and configs is not None:
-        raise refuse("configs", configs, "--ablation is short for one; leave one of them out")
-    if engine.spec is not None:
-        raise refuse("spec", engine.spec, f"{option} runs several; leave it out")
-
-
-def _grid(
-    engine: EngineOptions,
-    configs: str | None,
-    steps: tuple[int, ...] | None,
-    thinking: bool | None,
-    *,
-    elsewhere: bool,
-) -> tuple[dict[str, EngineConfig | Server], tuple[int, ...], dict[str, str]]:
-    """The configurations, the concurrencies (default: what the engine runs at once), and why --ablation leaves some
-    configurations out. elsewhere: engines run on other machines."""
-    from specbatch.runtime.device import device_type
-    from specbatch.sweeps.run.engine_groups import engines_of
-    from specbatch.sweeps.run.loading import most_at_once, with_concurrency
-
-    left_out: dict[str, str] = {}
-    if configs is None:
-        configs = ",".join(_ABLATION)
-        if device_type(engine.device) == "cuda":
-            configs = ",".join((*_ABLATION, *_ON_CUDA))
-        else:
-            left_out = dict.fromkeys(_ON_CUDA, "piecewise prefill graphs need a CUDA device")
-    most = None if steps is None else max(steps)
-    found = configured_with_servers(engine, configs, thinking, concurrency=most, elsewhere=elsewhere)
-    own = engines_of(found)
-    if steps is None:
-        steps = (most_at_once(own, elsewhere=elsewhere) if own else CONCURRENCY,)
-    fit: dict[str, EngineConfig | Server] = {}
-    for name, config in found.items():
-        seeded = replace(config, seed=engine.seed) if isinstance(config, Server) else config
-        with about(name):
-            fit[name] = with_concurrency(own[name], max(steps)) if name in own else seeded
-    return fit, steps, left_out
-
-
-def _compare(
-    models: dict[str, dict[str, EngineConfig | Server]],
-    left_out: dict[str, str],
-    options: GridOptions,
-    folder: Path,
-    workers: Cluster | None,
-) -> tuple[dict[str, dict[str, Grid]], list[int]]:
-    """Run all points. The tables by model and task, and the exit statuses of models that have failed."""
-    from specbatch.evals.grid import each_task, evaluations, load_grids, run_grids
-    from specbatch.sweeps.run.loading import check
-    from specbatch.sweeps.run.process import run_in_process
-
-    tasks, label = each_task(options), f"eval {options.task.task}"
-    if len(models) == 1:
-        [configs] = models.values()
-        with progress(label, "requests") as report:
-            how: dict[str, Any] = {"left_out": left_out, "cluster": workers, "log": say, "report": report}
-            return {"": run_grids(configs, tasks, folder, **how)}, []
-    for name, ours in models.items():  # fail before a model has run for hours, not after
-        evaluations(ours, tasks, folder / name)
-        if workers is None:
-            check(ours)
-    found: dict[str, dict[str, Grid]] = {}
-    statuses: list[int] = []
-    for name, ours in models.items():
-        say(f"{name}:")
-        run = partial(run_grids, ours, tasks, left_out=left_out, cluster=workers)
-        if status := run_in_process(run, folder / name, log=say, label=label):
-            say(f"{name}: failed; the other models go on")
-            statuses.append(status)
-        if grids := load_grids(tasks, folder / name):
-            found[name] = grids
-    if len(statuses) == len(models):
-        raise typer.Exit(2 if {*statuses} == {2} else 1)
-    return found, statuses
-
-
-def _show_grids(grids: dict[str, dict[str, Grid]], folder: Path, as_json: bool) -> None:
-    """The table of each model and task, with headings and keys of what there are several of."""
-    parts, result = [], dict[str, Any]()
-    for model, own in grids.items():
-        for task, grid in own.items():
-            title = ", ".join(filter(None, [model, task if len(own) > 1 else ""]))
-            parts.append(f"## {title}\n\n{grid.table()}" if title else grid.table())
-        tasks = {task: grid.as_dict() for task, grid in own.items()}
-        found = {"tasks": tasks} if len(tasks) > 1 else next(iter(tasks.values()))
-        result = found if not model else {"models": {**result.get("models", {}), model: found}}
-    text = "\n\n".join([*parts, f"results: {folder}"])
-    show(text, {**result, "output": str(folder)}, as_json=as_json, kept=str(folder))

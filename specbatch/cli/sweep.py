@@ -23,6 +23,7 @@ from specbatch.cli.options import (
 )
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import SERVER_PANEL, configured_with_servers, kind_option, only_server
+from specbatch.cli.thinking import CompareThinking, check_compared
 from specbatch.config.values import whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
@@ -61,6 +62,7 @@ def sweep(
     workload: dict[str, Any],
     engine_kind: Annotated[str, kind_option("measure")] = "specbatch",
     of_server: dict[str, Any],
+    compare_thinking: CompareThinking = False,
     output: Annotated[
         Path | None,
         Option(
@@ -101,6 +103,8 @@ def sweep(
 
     specbatch sweep --request-rate 10 --slo ttft=0.5,tpot=0.03
 
+    specbatch sweep --dataset gsm8k --chat-template --compare-thinking
+
     Answers are greedy, or sampled with --temperature, each with its own seed (--seed chooses them): the same for all
     configurations and, if it has seeds, a server. For gsp the prefix cache is on, and emptied before each point.
 
@@ -137,12 +141,13 @@ def sweep(
     """
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
+    from specbatch.sweeps.report.thinking import folders_of
     from specbatch.sweeps.run.benchmark import SweepOptions
     from specbatch.sweeps.run.configurations import by_model
     from specbatch.sweeps.run.engine_groups import engines_of
     from specbatch.sweeps.run.loading import check, one_group, refuse_servers
     from specbatch.sweeps.run.process import run_in_process
-    from specbatch.sweeps.run.sweep import run_server, run_sweep
+    from specbatch.sweeps.run.sweep import run_server, run_sweep, run_thinking
 
     engine, workers = clustered(engine, cluster, replicas=False)
     if workers is not None and engine_kind != "specbatch":
@@ -154,7 +159,8 @@ def sweep(
     )  # fmt: skip
     steps = rounds["concurrency"] or whole_numbers("concurrency", lengths.concurrency)
     repeats = REPEATS if rounds["repeats"] is None else rounds["repeats"]
-    asked = workloads.asked_workload(workload, lengths, seed=engine.seed, **sampling)
+    mode = {"thinking": True} if compare_thinking else {}
+    asked = workloads.asked_workload(workload | mode, lengths, seed=engine.seed, **sampling)
     precise = rounds["until_precise"]
     if precise is None and is_given(context, "most_repeats"):
         raise refuse(
@@ -170,6 +176,9 @@ def sweep(
         grouped, elsewhere = asked.is_grouped, workers is not None
         own = {"concurrency": max(steps), "prefix_cache": grouped, "elsewhere": elsewhere}
         engines = configured_with_servers(engine, configs, workload["thinking"], **own)
+    if compare_thinking:
+        servers = [config for config in engines.values() if isinstance(config, Server)]
+        check_compared(workload["thinking"], by_model(engines), servers if server is None else [server.server])
     has_servers = server is not None or len(engines_of(engines)) < len(engines)
     if workers is not None:
         refuse_servers(engines)
@@ -192,7 +201,13 @@ def sweep(
         options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
         models, statuses = by_model(engines), list[int]()
-        if server is not None:
+        if compare_thinking:
+            with progress("sweep", "requests") as report:
+                summary, rows = run_thinking(
+                    engines, options, folder, server=server, log=say, report=report, cluster=workers
+                )
+            reports = [page for path in folders_of(folder).values() for page in write_reports(path)]
+        elif server is not None:
             with progress("sweep", "requests") as report:
                 run_server(server, options, folder, log=say, report=report)
             summary, rows = _summary(folder, wide=wide)
@@ -226,7 +241,8 @@ def sweep(
         as_json=as_json,
         kept=str(folder),
     )
-    if statuses or any(row.get("failed") for row in rows) or (has_servers and _failed(folder)):
+    parts = folders_of(folder).values() if compare_thinking else [folder]
+    if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, parts))):
         raise typer.Exit(1)
 
 

@@ -21,7 +21,6 @@ CORPUS_MIN, CORPUS_MIN_SAMPLED = 4, 8  # tokens; the second where the algorithm 
 _ALIASES = "; ".join(
     f"{name}: another name for {entry.alias_of}" for name, entry in ALGORITHMS.items() if entry.alias_of
 )
-_TRAINED = ", ".join(name for name, entry in ALGORITHMS.items() if entry.has_trained_draft)
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class Speculation:
     draft: str | None = setting(
         None,
         "standalone: a draft model with the same vocabulary, or self:skip=12-15 (the target without those layers). "
-        f"{_TRAINED}: the draft trained for the "
-        "target (dummy: random weights). A folder, hub id or known name.",
+        "Others: the draft trained for the target (dummy: random weights). A folder, hub id or known name.",
     )
     draft_tokens: int | Literal["auto"] | None = setting(
         None,

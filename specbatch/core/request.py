@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
     from specbatch.grammar.host_matcher import HostMatcher
     from specbatch.grammar.token_automaton import TokenAutomaton
+    from specbatch.text.thinking import ReasoningTokens
 
 __all__ = ["INCOMPLETE", "Completion", "Logprobs", "Request", "RequestMetrics", "SamplingParams"]
 
 INCOMPLETE = ("abort", "error")  # finish reasons without a complete answer
 # What counts of a verify: the context rounded down to a power of two, and for how many of the drafts there was room;
-# then the arguments of `Request.count_verify`.
-_Verify = tuple[int, int, int, int, int, int, bool, bool]
+# then the arguments of `Request.count_verify`, and whether the answer had not begun.
+_Verify = tuple[int, int, int, int, int, int, bool, bool, bool]
 _SHOWN = 6  # items of a list in a `repr`
 
 
@@ -70,6 +71,15 @@ class RequestMetrics:
     corpus_emitted: Annotated[int, "tokens emitted by them"] = 0
     corpus_drafted: Annotated[int, "their drafts that count in the accept rate"] = 0
     corpus_accepted: Annotated[int, "their drafts that were accepted"] = 0
+    reasoning_tokens: Annotated[int, "tokens of the reasoning, with the marks around it"] = 0
+    reasoning_verifies: Annotated[int, "verifies that began in the reasoning"] = 0
+    reasoning_emitted: Annotated[int, "tokens emitted by them"] = 0
+    reasoning_drafted: Annotated[int, "their drafts that count in the accept rate"] = 0
+    reasoning_accepted: Annotated[int, "their drafts that were accepted"] = 0
+    answer_verifies: Annotated[int, "verifies that began after it, of a model that can reason"] = 0
+    answer_emitted: Annotated[int, "tokens emitted by them"] = 0
+    answer_drafted: Annotated[int, "their drafts that count in the accept rate"] = 0
+    answer_accepted: Annotated[int, "their drafts that were accepted"] = 0
     accept_length: Annotated[float | None, "emitted / verifies; null without a verify"] = None
     emitted_histogram: Annotated[list[int], "verifies that emitted 0, 1, 2, ... tokens"] = field(default_factory=list)
     acceptance: Annotated[
@@ -88,6 +98,19 @@ class RequestMetrics:
     retractions: Annotated[int, "times that the request gave its KV pages back"] = 0
 
     __repr__ = _short_repr
+
+    def count_part(self, in_reasoning: bool, verifies: int, emitted: int, drafted: int, accepted: int) -> None:
+        """Count verifies of the reasoning, or of the answer."""
+        if in_reasoning:
+            self.reasoning_verifies += verifies
+            self.reasoning_emitted += emitted
+            self.reasoning_drafted += drafted
+            self.reasoning_accepted += accepted
+        else:
+            self.answer_verifies += verifies
+            self.answer_emitted += emitted
+            self.answer_drafted += drafted
+            self.answer_accepted += accepted
 
 
 @dataclass(repr=False)
@@ -166,10 +189,11 @@ class Request:
         banned: tuple[tuple[int, ...], ...] = (),
         automaton: TokenAutomaton | None = None,
         matcher: HostMatcher | None = None,
+        reasoning: ReasoningTokens | None = None,
     ) -> None:
         """byte_tokens: see `Tokenizer.byte_tokens`; embeddings: see `EmbeddedPrompt`; streams_text: whether `new_text`
-        will be called; banned: the tokens of each spelling of `params.bad_words`; automaton,
-        matcher: its grammar, on the device or on the host."""
+        will be called; banned: the tokens of each spelling of `params.bad_words`; automaton, matcher: its grammar, on
+        the device or on the host; reasoning: of a model whose vocabulary has marks of it."""
         self.index = index
         self.sample = sample
         self.request_id = request_id
@@ -196,6 +220,8 @@ class Request:
             constrained=automaton is not None or matcher is not None,
         )
         has_text = params.stop or streams_text
+        self._reasoning = reasoning
+        self._answers = reasoning is None  # whether the answer began before the last tokens
         self._text = OutputText(decode, params.stop, params.reasoning, byte_tokens) if has_text else None
 
         # Written by the scheduler only.
@@ -262,9 +288,12 @@ class Request:
         Within the limit, a stop is the finish reason. Returns how many tokens were kept.
         """
         kept = 0
+        self._answers = self._reasoning is None or bool(self.metrics.reasoning_tokens)
         for token in tokens[: self.most_tokens - len(self.tokens)]:
             self.tokens.append(token)
             kept += 1
+            if not self._answers and self._ends_reasoning(token):
+                self.metrics.reasoning_tokens = self.generated
             if token in self.end_tokens or (self._text is not None and self._ends_text(token, self._text)):
                 self.finish_reason = "stop"
                 break
@@ -301,7 +330,7 @@ class Request:
         self.metrics.emitted += kept
         before = len(self.tokens) - kept
         context, room = 1 << before.bit_length() - 1, min(self.most_tokens - before, drafted)
-        kind = context, room, kept, drafted, accepted, depth, of_corpus, has_budget
+        kind = context, room, kept, drafted, accepted, depth, of_corpus, has_budget, not self._answers
         self._verifies[kind] = self._verifies.get(kind, 0) + 1
 
     def new_text(self, completion: Completion | None = None) -> str:
@@ -313,11 +342,21 @@ class Request:
         """Add the token to the text. Returns whether it ends in a stop string."""
         return text.push(token, may_stop=self.generated > self.params.min_tokens)
 
+    def _ends_reasoning(self, token: int) -> bool:
+        """Whether the first end of reasoning is complete with this token, the last one."""
+        known = self._reasoning
+        if known is None or token not in known.last or self.metrics.reasoning_tokens:
+            return False
+        return known.ends(self.tokens, self.prompt_len)
+
     def _count_verifies(self) -> None:
         """Add the verifies to the metrics."""
         metrics = self.metrics
+        if self._reasoning is not None and not metrics.reasoning_tokens:
+            prompt, output = self.tokens[: self.prompt_len], self.output
+            metrics.reasoning_tokens = len(output) if self._reasoning.is_open(prompt, output) else 0
         for kind, times in self._verifies.items():
-            context, room, kept, drafted, accepted, depth, of_corpus, has_budget = kind
+            context, room, kept, drafted, accepted, depth, of_corpus, has_budget, before_answer = kind
             deep = min(drafted, depth)
             if not metrics.emitted_histogram:
                 metrics.emitted_histogram = [0] * (depth + 2)
@@ -334,6 +373,9 @@ class Request:
                 metrics.corpus_emitted += times * kept
                 metrics.corpus_drafted += times * known
                 metrics.corpus_accepted += times * right
+            if self._reasoning is not None:
+                in_reasoning = before_answer and bool(metrics.reasoning_tokens)
+                metrics.count_part(in_reasoning, times, times * kept, times * (drafted - (deep - known)), times * right)
         self._verifies.clear()
 
     def completion(self, now: float) -> Completion:

@@ -152,6 +152,18 @@ def sample_drafts(
     return ids[tokens], padded.index_copy_(2, ids, distributions)
 
 
+def guess(scores: Scores, step: StepInput) -> torch.Tensor:
+    """The drafts int64 [B, n] that `choose_at_once` would choose from scores [B, n, V] of the target's vocabulary, by
+    the same random numbers, for a drafter that computes better scores from them. Nothing may be adjusted."""
+    if not step.sampling.flags.sampled:
+        return argmax(scores)
+    assert isinstance(scores, torch.Tensor)
+    positions = positions_from(step.lengths + 1, scores.shape[1])
+    if is_deterministic():
+        return step.sampling.sample(scores, positions, TARGET)
+    return step.sampling.sample(scores, verify_keys(positions, step.lengths[:, None]), DRAFT)
+
+
 def choose_at_once(scores: Scores, step: StepInput, *, ids: torch.Tensor | None, vocabulary: int) -> Proposal:
     """Choose drafts from scores [B, n, Vd] that do not depend on each other. With a grammar they do: each is one that
     may follow those before it. ids, vocabulary: see `sample_drafts`."""

@@ -16,10 +16,10 @@ from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import choose_at_once, draft_states, takes_argmax
 from specbatch.drafters.head_checks import stated_drafts
-from specbatch.drafters.tree import expand_block, expand_given, likeliest
+from specbatch.drafters.tree import expand_rows
 from specbatch.errors import of_draft, refuse
 from specbatch.kernels.attention.context_kv import write_context_kv, write_verified_kv
-from specbatch.kernels.sampling.argmax_topk import Scores, topk_logprobs
+from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import Decoder, Features
@@ -45,6 +45,9 @@ class DFlashDrafter(NoDraft):
         self._model = model
         self._cache = cache
         self._rows = count if model.config.from_anchor else count + 1
+
+    def reserve(self, slots: int) -> None:
+        """Allocate what is kept for each slot of the batch. Called once, before anything else."""
 
     def prefill(self, batch: DeviceBatch, metadata: PrefillMetadata, features: Features) -> None:
         context = self._context(features)
@@ -123,7 +126,7 @@ class DFlashTree(DFlashDrafter):
         self._shape = shape
 
     def propose(self, step: StepInput) -> Proposal:
-        drafts, ancestors = self._expand(*self._fill(step), draft_states(step, self._model.config.vocab_size))
+        drafts, ancestors = self._expand(step, *self._fill(step), draft_states(step, self._model.config.vocab_size))
         return Proposal(drafts, step.batch.filled(self._shape.tokens, step.slots), ancestors=ancestors)
 
     def update(self, step: StepInput, features: Features, accepted: torch.Tensor, path: torch.Tensor | None) -> None:
@@ -134,19 +137,13 @@ class DFlashTree(DFlashDrafter):
         super().update(step, features._replace(aux=ordered), accepted, None)
 
     def _expand(
-        self, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
+        self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The tree of a block, as `expand_given` returns it, from its hidden states [B, rows, H] after roots int64
         [B]."""
-        logits, topk, ids = self._scores(hidden, self._shape.steps, greedy=False), self._shape.topk, self._model.ids
+        logits = self._scores(hidden, self._shape.steps, greedy=False)
         assert isinstance(logits, torch.Tensor)
-        if states is None:
-            return expand_block(*topk_logprobs(logits, topk, ids), self._shape)
-
-        def children(depth: int, tokens: torch.Tensor, origin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return likeliest(logits[:, depth, None].repeat(1, tokens.shape[1], 1), topk, ids, states)
-
-        return expand_given(roots, self._shape, children, states)
+        return expand_rows(roots, logits, self._shape, self._model.ids, states)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
@@ -202,9 +199,9 @@ def block_plan(target: Checkpoint, config: EngineConfig, log: Log, parts: Block)
     def build(model: Decoder, loader: Loader) -> DFlashDrafter:
         own = parts.network(loader.draft_reader(shape.with_drafts(count), draft.tensor), model, loader.max_positions)
         cache = loader.cache(own.config, shape.num_layers, "draft")
-        if not is_tree:
-            return parts.drafter(own, cache, count)
-        return parts.tree(own, cache, asked.shape)
+        drafter = parts.tree(own, cache, asked.shape) if is_tree else parts.drafter(own, cache, count)
+        drafter.reserve(loader.page_table.shape[0])
+        return drafter
 
     return DraftPlan(
         build,

@@ -52,7 +52,7 @@ class DFlash2Tree(DFlashTree, DFlash2Drafter):
     token."""
 
     def _expand(
-        self, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
+        self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model, (steps, topk, _) = self._selector, self._shape
         candidates = self._candidates(hidden, steps)
@@ -60,13 +60,19 @@ class DFlash2Tree(DFlashTree, DFlash2Drafter):
         def children(depth: int, tokens: torch.Tensor, origin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             known, scores, weights = (part[:, depth] for part in candidates)
             embedded = F.embedding(tokens, model.predecessors)
-            scores = model.candidate_scores(known, scores, weights, embedded)
-            if states is not None:
-                states.mask(scores, known)
-            found, places = topk_logprobs(scores, topk)
-            return found, known[:, None].expand(-1, tokens.shape[1], -1).gather(2, places)
+            return likeliest_candidates(model.candidate_scores(known, scores, weights, embedded), known, topk, states)
 
         return expand_given(roots, self._shape, children, states)
+
+
+def likeliest_candidates(
+    scores: torch.Tensor, candidates: torch.Tensor, topk: int, states: DraftStates | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `tree.likeliest`, of nodes whose children are candidates int64 [B, K] with scores float32 [B, W, K]."""
+    if states is not None:
+        states.mask(scores, candidates)
+    found, places = topk_logprobs(scores, topk)
+    return found, candidates[:, None].expand(-1, scores.shape[1], -1).gather(2, places)
 
 
 def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:

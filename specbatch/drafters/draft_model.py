@@ -238,8 +238,8 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
             works = "and shares no text with it; use a draft whose tokens are texts of the target's"
             raise refuse("draft", asked.draft, f"its vocabulary is not the target's ({difference}), {works}")
     log(f"draft: {draft.name} ({draft.origin}); {draft.config.rope}")
-    if draft.config.length_note is not None:
-        log(f"draft: {draft.config.length_note}")
+    if draft.config.note is not None:
+        log(f"draft: {draft.config.note}")
     if shared is not None:
         log(
             f"draft: another vocabulary ({difference}): it drafts the {len(shared.draft)} of its tokens that are also "

@@ -16,7 +16,7 @@ from specbatch.drafters.dflash import Block, DFlashDrafter, DFlashTree, block_pl
 from specbatch.drafters.tree import expand_given, likeliest
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.memory.kv_cache import KVCache
-from specbatch.models.heads.dspark import DSpark, DSparkConfig, published_shape
+from specbatch.models.heads.dspark import DSpark, DSparkConfig, SequentialDraft, published_shape
 
 if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig
@@ -27,15 +27,14 @@ class DSparkDrafter(DFlashDrafter):
     """A DFLASH draft whose Markov head adds to the logits of each row a bias that depends on the token before it. The
     distribution of a draft is therefore the one given the drafts before it."""
 
-    def __init__(self, model: DSpark, cache: KVCache, count: int) -> None:
+    def __init__(self, model: SequentialDraft, cache: KVCache, count: int) -> None:
         super().__init__(model, cache, count)
         self._heads = model
 
     def _choose(self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor) -> Proposal:
         model, markov, count = self._heads, self._heads.markov, step.num_drafts
         is_greedy = takes_argmax(step)
-        rows, base = self._base(hidden, count)
-        state: torch.Tensor | None = None
+        rows, base, state = self._begin(step, hidden, count)
 
         def scores(place: int, embedded: torch.Tensor) -> Scores:
             nonlocal state
@@ -52,11 +51,13 @@ class DSparkDrafter(DFlashDrafter):
             confidence=partial(model.confidence, rows) if step.needs_confidence and model.has_confidence else None,
         )
 
-    def _base(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _begin(
+        self, step: StepInput, hidden: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Of the rows that draft, by place: hidden states [count, B, H], and logits without bias [count, B, Vd] of this
-        rank's tokens."""
+        rank's tokens. And the state before the first."""
         rows = self._drafting(hidden, count).transpose(0, 1).contiguous()
-        return rows, self._heads.own_logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2])
+        return rows, self._heads.own_logits(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]), None
 
 
 class DSparkTree(DFlashTree, DSparkDrafter):
@@ -64,11 +65,10 @@ class DSparkTree(DFlashTree, DSparkDrafter):
     recurrent Markov head, given all tokens on the way to it."""
 
     def _expand(
-        self, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
+        self, step: StepInput, hidden: torch.Tensor, roots: torch.Tensor, states: DraftStates | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model, markov, topk = self._heads, self._heads.markov, self._shape.topk
-        rows, base = self._base(hidden, self._shape.steps)
-        state: torch.Tensor | None = None
+        rows, base, state = self._begin(step, hidden, self._shape.steps)
 
         def children(depth: int, tokens: torch.Tensor, origin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             nonlocal state

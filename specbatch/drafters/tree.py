@@ -63,6 +63,21 @@ def expand_block(scores: torch.Tensor, tokens: torch.Tensor, shape: DraftShape) 
     return expand_given(tokens[:, 0, 0], shape, children)
 
 
+def expand_rows(
+    roots: torch.Tensor, logits: torch.Tensor, shape: DraftShape, ids: torch.Tensor | None, states: DraftStates | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Build a tree as `expand_given` does from logits [B, steps, V] of each depth. ids: see `expand`; states: at the
+    roots, for which a node's children depend on the texts to it, too."""
+    topk = shape.topk
+    if states is None:
+        return expand_block(*topk_logprobs(logits, topk, ids), shape)
+
+    def children(depth: int, tokens: torch.Tensor, origin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return likeliest(logits[:, depth, None].repeat(1, tokens.shape[1], 1), topk, ids, states)
+
+    return expand_given(roots, shape, children, states)
+
+
 def expand_given(
     roots: torch.Tensor, shape: DraftShape, children: Children, states: DraftStates | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:

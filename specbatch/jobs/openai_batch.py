@@ -21,11 +21,13 @@ from pydantic import ValidationError
 from specbatch.config.field_errors import first_problem
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse_json
+from specbatch.jobs.chat_output import ChatOutput
 from specbatch.jobs.dataset import is_dataset
 from specbatch.jobs.formats import BadRow, JobFormat, JobRow, Request
 from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.openai_request import BODIES, ChatBody, CompletionBody, Envelope, UnsupportedError, envelope_of
 from specbatch.jobs.openai_response import error_response, response_body
+from specbatch.jobs.openai_tools import ToolUse
 from specbatch.jobs.partial_output import Row, row_seed
 from specbatch.jobs.prompt_file import stream_rows
 from specbatch.jobs.prompts import HALF_PAIR, PER_ROW, MalformedRowError, Prompt, as_text, no_text_in, parse_row
@@ -33,10 +35,17 @@ from specbatch.memory.page_pool import reserved_length
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
+    from specbatch.text.tokenizer import Tokenizer
 
 _KEYS = {"custom_id", "method", "url", "body"}
 _LINES_TO_DETECT = 100
 _NAMES_SHOWN = 3
+# Fields of a request by the names that errors have for them.
+_NAMES = {
+    "json_schema": "response_format",
+    "thinking": "chat_template_kwargs.enable_thinking",
+    "tools": "tools",
+}
 
 
 def is_openai_batch(source: str | Path) -> bool:
@@ -74,6 +83,9 @@ class OpenAIBatch(JobFormat):
         self._source, self._given, self._seed = source, dict(given), seed
         self._version = InputVersion("input", source)
         self._chat_template, self._model, self._log = chat_template, model, log
+        self._has_grammar = any(given.get(name) is not None for name in ("regex", "json_schema"))
+        self._output: ChatOutput | None = None
+        self._noted_form = False
         self._other_models: dict[str, None] | None = {}  # names that the file asks for; None once they are logged
 
     def rows(self) -> Iterator[JobRow | BadRow]:
@@ -109,33 +121,72 @@ class OpenAIBatch(JobFormat):
 
     def encode(self, row: JobRow, engine: InferenceEngine) -> list[Request]:
         body: ChatBody | CompletionBody = row.request
-        found = []
-        for number, (form, value) in enumerate(body.prompts()):
-            tokens = Prompt(row.index + 1, form, value).encode(
-                engine.tokenizer,
-                chat_template=self._chat_template,
-                thinking=body.thinking,
-                most=engine.caps["max_model_len"],
-            )
-            params = row.params
-            if isinstance(body, ChatBody) and body.limit is None and "max_new_tokens" not in self._given:
-                params = replace(params, max_new_tokens=max(params.min_tokens, _room(engine, len(tokens)), 1))
-            if params.seed is None:
-                params = params.with_seed(row_seed(self._seed, f"{row.index}/{number}" if number else row.index))
-            try:
-                engine.check(tokens, params)
-            except SpecbatchError as error:
-                raise SpecbatchError(_of_body(error)) from None
-            found.append((tokens, params))
+        try:
+            return [self._request(row, place, *prompt, engine) for place, prompt in enumerate(body.prompts())]
+        except SpecbatchError as error:
+            raise SpecbatchError(_of_body(error)) from None
+
+    def _request(self, row: JobRow, place: int, form: str, value: Any, engine: InferenceEngine) -> Request:
+        body: ChatBody | CompletionBody = row.request
+        params = row.params
+        use = tools = None
+        if isinstance(body, ChatBody):
+            use, tools = body.use, body.shown_tools
+        tokens = Prompt(row.index + 1, form, value).encode(
+            engine.tokenizer,
+            chat_template=self._chat_template,
+            thinking=body.thinking,
+            most=engine.caps["max_model_len"],
+            tools=tools,
+        )
+        if isinstance(body, ChatBody) and body.limit is None and "max_new_tokens" not in self._given:
+            params = replace(params, max_new_tokens=max(params.min_tokens, _room(engine, len(tokens)), 1))
+        if params.seed is None:
+            params = params.with_seed(row_seed(self._seed, f"{row.index}/{place}" if place else row.index))
+        if use is not None:
+            params = self._with_calls(params, use, tokens, engine)
+        engine.check(tokens, params)
+        return tokens, params
+
+    def _with_calls(
+        self, params: SamplingParams, use: ToolUse, prompt: list[int], engine: InferenceEngine
+    ) -> SamplingParams:
+        """Parameters with the grammar of calls, where they have one."""
+        output = self._output_of(engine)
+        if output.form is None:
+            self._note_form(engine.tokenizer)
+        if (regex := output.grammar(use, prompt)) is None:
+            return params
+        try:
+            found = params.updated({"regex": regex})
+            engine.check(prompt, found)
+        except SpecbatchError as error:
+            if error.setting != "regex":
+                raise
+            works = f"the grammar of their calls is refused ({error.works}); use auto without strict"
+            raise refuse_json("tools", [function.name for function in use.callable], works) from None
         return found
+
+    def _output_of(self, engine: InferenceEngine) -> ChatOutput:
+        if self._output is None:
+            self._output = ChatOutput(engine.tokenizer, has_grammar=self._has_grammar)
+        return self._output
+
+    def _note_form(self, tokenizer: Tokenizer) -> None:
+        """Say once that calls cannot be told from the text of answers."""
+        if not self._noted_form:
+            self._log(f"note: tools: calls of {tokenizer.name} have no known form; they stay in the content of answers")
+        self._noted_form = True
 
     def conversations(self, row: JobRow) -> list[Any]:
         body: ChatBody | CompletionBody = row.request
+        if isinstance(body, ChatBody) and (body.use is not None or body.thinking is not None):
+            return []
         return [value for form, value in body.prompts() if form == "messages" and self._chat_template]
 
     def answer(self, row: JobRow, completions: Sequence[Sequence[Completion]], engine: InferenceEngine) -> Row:
         name = self._name(row)
-        content = response_body(name, self._model, row.request, completions, engine.tokenizer)
+        content = response_body(name, self._model, row.request, completions, self._output_of(engine))
         return self._start(row) | {
             "response": {"status_code": 200, "request_id": f"req_{name}", "body": content},
             "error": None,
@@ -175,9 +226,9 @@ class OpenAIBatch(JobFormat):
 
 
 def _of_body(error: SpecbatchError) -> str:
-    """The message of an error about a sampling parameter, in the terms of a request."""
-    name = "response_format" if error.setting == "json_schema" else error.setting
-    if name in PER_ROW or name == "response_format":
+    """The message of an error about a request, in its own terms."""
+    name = _NAMES.get(str(error.setting), error.setting)
+    if name in PER_ROW or name in _NAMES.values():
         error = refuse_json(f"body.{name}", error.value, error.works or "")
     return str(error).replace("max_new_tokens", "max_tokens")
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from specbatch.errors import shown_json
 from specbatch.files.text_files import UnreadableError, parse_json
+from specbatch.jobs.openai_tools import Choice, Tool, ToolUse, tool_use
 
 _WITHOUT_EFFECT = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
@@ -37,6 +38,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "use_beam_search": (False,),
 }
+_FORMATS = ("json_schema", "json_object")
 _MOST_SAMPLES = 128
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "n", "stop", "seed", "min_tokens", "ignore_eos"),
@@ -62,8 +64,22 @@ class _NamedSchema(_Strict):
 
 
 class _ResponseFormat(_Strict):
-    type: Literal["json_schema"]
-    json_schema: _NamedSchema
+    type: Literal["json_schema", "json_object"]
+    json_schema: _NamedSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("a json_schema goes with type json_schema, which needs it")
+        return self
+
+    @property
+    def schema_(self) -> dict[str, Any] | bool:
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+
+
+class _TemplateArguments(_Strict):
+    enable_thinking: bool | None = None
 
 
 class Envelope(_Strict):
@@ -171,16 +187,19 @@ class _Body(_Strict):
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Self:
         """Raises UnsupportedError and pydantic's ValidationError."""
-        fields = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_EFFECT}
-        form = fields.get("response_format")
         known = set(cls.model_fields)
-        if not isinstance(form, Mapping) or form.get("type") != "json_schema":
+        ignored = _WITHOUT_EFFECT - known
+        fields = {name: value for name, value in body.items() if value is not None and name not in ignored}
+        form = fields.get("response_format")
+        if not isinstance(form, Mapping) or form.get("type") not in _FORMATS:
             known.remove("response_format")
         for name in [name for name in fields if name not in known]:
             neutral = _NEUTRAL.get(name, ())
             if fields[name] not in neutral and not (name == "best_of" and fields[name] == fields.get("n")):
                 works = f"leave it out, or use {' or '.join(map(shown_json, neutral))}" if neutral else "leave it out"
-                works += ', or {"type": "json_schema", ...}' if name == "response_format" else ""
+                works += (
+                    ', {"type": "json_object"} or {"type": "json_schema", ...}' if name == "response_format" else ""
+                )
                 field = shown_json(f"body.{name}").strip('"')
                 raise UnsupportedError(f"{field}={shown_json(fields[name])} is not supported; {works}")
             del fields[name]
@@ -201,7 +220,7 @@ class _Body(_Strict):
         found |= {name: getattr(self, name) for name in _SAMPLING if name in self.model_fields_set}
         if self.response_format is not None:
             found["regex"] = None
-            found["json_schema"] = self.response_format.json_schema.schema_
+            found["json_schema"] = self.response_format.schema_
         if "top_k" in self.model_fields_set:
             found["top_k"] = 0 if self.top_k == -1 else self.top_k  # both mean off
         if self.limit is not None:
@@ -216,6 +235,10 @@ class ChatBody(_Body):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: _TemplateArguments | None = None
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -233,6 +256,23 @@ class ChatBody(_Body):
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def thinking(self) -> bool | None:
+        return None if self.chat_template_kwargs is None else self.chat_template_kwargs.enable_thinking
+
+    @property
+    def use(self) -> ToolUse | None:
+        """How the answer is to call functions; None: it cannot call any. Raises UnsupportedError."""
+        try:
+            return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        except ValueError as error:
+            raise UnsupportedError(f"body.{error}") from None
+
+    @property
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """What the chat template shows of the tools; None if none can be called."""
+        return None if self.use is None else [tool.as_template_value() for tool in self.tools]
+
     def prompts(self) -> list[tuple[str, Any]]:
         """The form (`specbatch.jobs.prompts.FORMS`) and value of each prompt."""
         return [("messages", [message.as_template_value() for message in self.messages])]
@@ -243,6 +283,9 @@ class ChatBody(_Body):
         found = super().sampling(given)
         if self.limit is None and "max_new_tokens" not in given:
             found["max_new_tokens"] = max(self.min_tokens, 1)  # set when the length of the prompt is known
+        if self.use is not None and (found.get("regex") is not None or found.get("json_schema") is not None):
+            works = 'leave one out, or use tool_choice="none"'
+            raise UnsupportedError(f"body.tools together with response_format, regex or json_schema: {works}")
         return found | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs}
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specbatch.core.request import Completion
+from specbatch.jobs.chat_output import ChatOutput
 from specbatch.jobs.openai_request import ChatBody, CompletionBody
 from specbatch.jobs.token_pieces import TokenPieces
-
-if TYPE_CHECKING:
-    from specbatch.text.tokenizer import Tokenizer
 
 LEAST_LOGPROB = -9999.0  # OpenAI's value for a token that is very unlikely; JSON has no infinity
 
@@ -21,31 +19,39 @@ def response_body(
     model: str,
     body: ChatBody | CompletionBody,
     completions: Sequence[Sequence[Completion]],
-    tokenizer: Tokenizer,
+    output: ChatOutput,
 ) -> dict[str, Any]:
     """A `chat.completion` or `text_completion` object. completions: the samples of each prompt."""
-    chat = isinstance(body, ChatBody)
     choices: list[dict[str, Any]] = []
     has_logprobs = any(item.logprobs is not None for samples in completions for item in samples)
-    pieces = TokenPieces(tokenizer, skips=body.skip_special_tokens) if has_logprobs else None
+    pieces = TokenPieces(output.tokenizer, skips=body.skip_special_tokens) if has_logprobs else None
     for completion in (item for samples in completions for item in samples):
         choice: dict[str, Any] = {"index": len(choices)}
-        if chat:
-            choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+        reason = completion.finish_reason
+        if isinstance(body, ChatBody):
+            choice["message"], reason = output.message(completion, body, name)
             choice["logprobs"] = _chat_logprobs(completion, pieces)
         else:
             choice["text"] = completion.text
             choice["logprobs"] = _completion_logprobs(completion, pieces)
-        choices.append(choice | {"finish_reason": completion.finish_reason})
+        choices.append(choice | {"finish_reason": reason})
     prompt = sum(samples[0].metrics.prompt_tokens for samples in completions)
-    output = sum(item.metrics.output_tokens for samples in completions for item in samples)
+    generated = sum(item.metrics.output_tokens for samples in completions for item in samples)
+    usage: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
+    if reasoned := sum(item.metrics.reasoning_tokens for samples in completions for item in samples):
+        usage["completion_tokens_details"] = {"reasoning_tokens": reasoned}
+    chat = isinstance(body, ChatBody)
     return {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{name}",
         "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
+        "usage": usage,
     }
 
 

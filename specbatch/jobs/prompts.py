@@ -76,9 +76,11 @@ class Prompt:
         chat_template: bool = True,
         thinking: bool | None = None,
         most: int | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids. Without `chat_template`, messages are joined with blank lines. `thinking`: `enable_thinking` of
-        the template; None leaves its default. Texts of far more than `most` tokens are refused before they are encoded.
+        the template; None leaves its default. `tools`: functions that the answer may call. Texts of far more than
+        `most` tokens are refused before they are encoded.
         """
         if self.form == "prompt_token_ids":
             return list(self.value)
@@ -90,10 +92,15 @@ class Prompt:
             refuse_longer(tokenizer, text, most)
         if self.form == "messages" and not chat_template and any(item.get("tool_calls") for item in self.value):
             raise refuse_json("messages", self.value, "only a chat template renders tool calls; use chat_template=True")
+        if tools and not chat_template:
+            names = [tool["function"]["name"] for tool in tools]
+            raise refuse_json(
+                "tools", names, "only a chat template shows tools to the model; switch it on, or leave them out"
+            )
         if self.form != "messages" or not chat_template:
             return tokenizer.encode(text)
-        switch = {} if thinking is None else {"enable_thinking": thinking}
-        rendered = tokenizer.apply_chat_template(self.value, **switch)
+        switch: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+        rendered = tokenizer.apply_chat_template(self.value, **switch | ({"tools": tools} if tools else {}))
         if most is not None:
             refuse_longer(tokenizer, rendered, most)
         return tokenizer.encode(rendered, add_special_tokens=False)

@@ -325,8 +325,8 @@ class ModelConfig:
         return self
 
     @property
-    def length_note(self) -> str | None:
-        """How `max_model_len` decides on the rope, for the log; None: not at all."""
+    def note(self) -> str | None:
+        """What a reader of the log would not expect of this model; None: nothing."""
         return None
 
     def stacked(self) -> Self:

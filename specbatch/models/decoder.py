@@ -176,8 +176,12 @@ class Decoder:
                 return layer
             return replace(layer, mixer=replace(mixer, heads=changed(index, mixer.heads)))
 
+        return self.with_layers(layer)
+
+    def with_layers(self, changed: Callable[[int, Layer], Layer]) -> Decoder:
+        """This model with other layers, from the place and the layer there; all other weights are shared."""
         view = self._view()
-        view._set_layers([layer(*each) for each in enumerate(self.layers)], self._numbers)
+        view._set_layers([changed(*each) for each in enumerate(self.layers)], self._numbers)
         return view
 
     def without(self, skipped: Iterable[int]) -> Decoder:

@@ -25,10 +25,31 @@ _OTHERS = {
     "GptOssForCausalLM": ("gpt_oss", "gpt_oss", "GptOssConfig"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "deepseek", "DeepseekConfig"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "deepseek", "DeepseekConfig"),
+    "Glm4MoeLiteForCausalLM": ("glm4_moe_lite", "deepseek", "DeepseekConfig"),
+    "KimiK25ForConditionalGeneration": ("kimi_k25", "deepseek", "DeepseekConfig"),
+    "Kimi_K25ForConditionalGeneration": ("kimi_k25", "deepseek", "DeepseekConfig"),
+    "MiniMaxM2ForCausalLM": ("minimax_m2", "minimax_m2", "MiniMaxM2Config"),
     "Phi3ForCausalLM": ("phi3", "phi3", "Phi3Config"),
     "Glm4MoeForCausalLM": ("glm4_moe", "glm4_moe", "Glm4MoeConfig"),
     "Lfm2ForCausalLM": ("lfm2", "lfm2", "Lfm2Config"),
     "Lfm2MoeForCausalLM": ("lfm2_moe", "lfm2", "Lfm2Config"),
+}
+_SAME = {"kimi_k2": "deepseek_v3"}  # other values of model_type
+_INDEXER = "sparse attention, for which an indexer chooses the keys"
+_CHANNEL_DECAY = "linear attention with a decay per channel (KDA)"
+# What is missing here to run a model of the field: architecture -> (model_type, missing part).
+_MISSING = {
+    "DeepseekV32ForCausalLM": ("deepseek_v32", _INDEXER),
+    "DeepseekV4ForCausalLM": ("deepseek_v4", "attention to compressed keys, and hyper-connections"),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", _INDEXER),
+    "Glm5NextForConditionalGeneration": ("glm5_next", f"{_INDEXER}, {_CHANNEL_DECAY}, and hyper-connections"),
+    "KimiLinearForCausalLM": ("kimi_linear", _CHANNEL_DECAY),
+    "KimiK3ForConditionalGeneration": ("kimi_k3", _CHANNEL_DECAY),
+    "MiniMaxForCausalLM": ("minimax", "lightning attention"),
+    "MiniMaxText01ForCausalLM": ("minimax_text_01", "lightning attention"),
+    "MiniMaxM1ForCausalLM": ("minimax_m1", "lightning attention"),
+    "MiniMaxM3SparseForConditionalGeneration": ("minimax_m3_vl", _INDEXER),
+    "MiniMaxM3VLForCausalLM": ("minimax_m3_vl_text", _INDEXER),
 }
 
 
@@ -40,7 +61,7 @@ def family_modules() -> tuple[str, ...]:
 
 def own_reader(config: dict[str, Any]) -> type[Any] | None:
     """The config class of a family that has its own; None: `ModelConfig` reads it."""
-    names, model_type = names_of(config, "architectures"), config.get("model_type")
+    names, model_type = names_of(config, "architectures"), _model_type(config)
     for architecture, (kind, module, name) in _OTHERS.items():
         if names == [architecture] if names else model_type == kind:
             if model_type not in (None, kind):
@@ -50,10 +71,19 @@ def own_reader(config: dict[str, Any]) -> type[Any] | None:
     return None
 
 
+def _model_type(config: dict[str, Any]) -> Any:
+    found = config.get("model_type")
+    return _SAME.get(found, found) if isinstance(found, str) else found
+
+
 def dense_family(config: dict[str, Any]) -> str:
     """The family of a config that `ModelConfig` reads. Raises SpecbatchError for a model that is not supported."""
     names, model_type = names_of(config, "architectures"), config.get("model_type")
     works = f"supported are {', '.join([*FAMILIES, *_OTHERS])}"
+    for architecture, (kind, part) in _MISSING.items():
+        if names == [architecture] if names else model_type == kind:
+            key, value = ("architectures", names) if names else ("model_type", model_type)
+            raise refuse(key, value, f"such models need {part}, which this engine does not have")
     if names:
         family = FAMILIES.get(names[0]) if len(names) == 1 else None
         if family is None:

@@ -94,6 +94,39 @@ def _ratio(key: str, title: str, definition: str, formula: str, names: tuple[str
     return Metric(key, title, "", definition, formula, decimals=3, per_request=names, is_time=False, **found | more)
 
 
+def _if_reasons(run: Requests, value: float | None) -> float | None:
+    return value if run.sums["reasoning_tokens"] else None
+
+
+def _parts(part: str, where: str) -> tuple[Metric, Metric]:
+    """Accept length and rate of the reasoning or of the answer. where: which verifies count."""
+    length = (f"{part}_emitted", f"{part}_verifies")
+    rate = (f"{part}_accepted", f"{part}_drafted")
+    return (
+        _ratio(
+            f"{part}_accept_length",
+            f"{part} accept length",
+            f"Tokens emitted per verify {where}, bonus token included. Of models that reason, and of servers that tell "
+            "each verify.",
+            "tokens emitted by these verifies / these verifies",
+            length,
+            better="higher",
+            of_requests=lambda run: _if_reasons(run, run.ratio(*length)),
+            compare=7,
+        ),
+        _ratio(
+            f"{part}_accept_rate",
+            f"{part} accept rate",
+            f"Share of the tokens drafted by verifies {where} that were accepted.",
+            "accepted drafts of these verifies / their drafts",
+            rate,
+            better="higher",
+            counts_only="drafts",
+            of_requests=lambda run: _if_reasons(run, run.ratio(*rate)),
+        ),
+    )
+
+
 def _first_draft_rate(run: Requests) -> float | None:
     drafted, right = run.totals.acceptance.first
     return right / drafted if drafted else None
@@ -301,6 +334,27 @@ OF_REQUESTS = (
         better="higher",
         counts_only="drafts",
     ),
+    Metric(
+        "mean_reasoning_tokens",
+        "reasoning tokens",
+        "tokens",
+        "Tokens of the reasoning on average, with its marks. Its first end ends it.",
+        "sum of reasoning tokens / requests",
+        per_request=("reasoning_tokens", None),
+        is_time=False,
+        of_requests=lambda run: _if_reasons(run, run.mean("reasoning_tokens")),
+    ),
+    Metric(
+        "mean_answer_tokens",
+        "answer tokens",
+        "tokens",
+        "Tokens after the reasoning on average, of models that reason.",
+        "(output tokens - reasoning tokens) / requests",
+        is_time=False,
+        of_requests=lambda run: _if_reasons(run, run.mean("output_tokens") - run.mean("reasoning_tokens")),
+    ),
+    *_parts("reasoning", "that began in the reasoning"),
+    *_parts("answer", "that began after the reasoning, or of an answer without it"),
     _count("verify_steps", "verifies", "Verifies from which at least one token was kept.", "verify_steps", ""),
     _count("drafted_tokens", "drafted tokens", "Drafts that count in the accept rate.", "drafted"),
     _count("accepted_tokens", "accepted tokens", "Drafts that were accepted.", "accepted"),

@@ -146,6 +146,10 @@ class Requests:
         """Per second and concurrent request."""
         return amount / self.duration_s / self.concurrency if self.duration_s > 0 and self.concurrency else None
 
+    def mean(self, name: str) -> float:
+        """Of a count, over the requests."""
+        return self.sums[name] / max(self.totals.requests, 1)
+
     def ratio(self, top: str, bottom: str) -> float | None:
         """Of two sums; None if the lower one is 0."""
         return self.sums[top] / self.sums[bottom] if self.sums[bottom] else None

@@ -116,7 +116,7 @@ def quantizes_activations(
     none, and checkpoints with quantized weights only were not made for FP8 ones. at_load: whether one of them is
     quantized at load."""
     stored = [model.quantization for model in models if kept_quantized(model, device)]
-    made = any(one is not None and one.has_fp8_gemm and one.quantizes_inputs for one in stored)
+    made = any(one is not None and one.has_fp8_gemm and one.inputs for one in stored)
     return asked and dtype.itemsize == 2 and (made or (at_load and FP8Weights.runs_on(device)))
 
 
@@ -142,6 +142,13 @@ def quantization_lines(
         yield line
     if loads[1] and draft.quantization is not None and _has_quantized(draft):
         yield f"draft: {stored(draft.quantization)}"
+    for one, loaded in ((model.config, loads[0]), (draft, loads[1])):
+        form = one.quantization
+        if loaded and form is not None and form.inputs and not form.has_fp8_gemm:
+            yield f"{form.inputs} activations, for which the checkpoint was made: off, they are {name}"
+        if loaded and form is not None and form.irregular:
+            some = f"{len(form.irregular)} dequantized to {name}, such as {min(form.irregular)}"
+            yield f"{form.name} weights whose inputs are scaled or in another order: {some}"
     if draft_to_fp8:
         yield f"draft: matrices quantized at load, {stored(FP8Weights)}"
     in_files = any(

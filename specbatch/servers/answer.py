@@ -56,6 +56,8 @@ class Answer:
         self.prompt_tokens: int | None = None
         self.cached_tokens = 0
         self.completion_tokens: int | None = None  # by the last usage
+        self.reasoning_tokens: int | None = None  # by the last usage
+        self._reasoned = 0  # tokens until the last chunk of reasoning, by its usage
         self.counted = 0  # tokens that have arrived, by the usage of their chunks
         self.is_counted = True  # does every chunk have usage?
         self.arrivals: list[tuple[float, int]] = []  # of counted tokens: when, and how many
@@ -98,6 +100,7 @@ class Answer:
         if usage is not None:
             assert self.completion_tokens is not None
             self._count(self.completion_tokens - self.counted, now)
+            self._reasoned = self.counted if reasoning else self._reasoned
             return
         if text:
             self.is_counted = False
@@ -134,10 +137,26 @@ class Answer:
             if total is not None and total != prompt + completion:
                 raise Failed(f"usage has {total} total_tokens, but {prompt} + {completion}")
             self.prompt_tokens = prompt
+        self._take_reasoning(usage, completion)
         if isinstance(details, dict) and (cached := count_of(details, "cached_tokens")) is not None:
             if cached > (self.prompt_tokens or 0):
                 raise Failed(f"usage has {cached} cached_tokens of {self.prompt_tokens} prompt_tokens")
             self.cached_tokens = cached
+
+    def _take_reasoning(self, usage: dict[str, Any], completion: int) -> None:
+        """The tokens of the reasoning, if usage has them: as in OpenAI's API, or as SGLang writes them."""
+        details = usage.get("completion_tokens_details")
+        found = count_of(details if isinstance(details, dict) else usage, "reasoning_tokens")
+        if found is not None and found > completion:
+            raise Failed(f"usage has {found} reasoning_tokens of {completion} completion_tokens")
+        self.reasoning_tokens = found if found is not None else self.reasoning_tokens
+
+    def _all_reasoning_tokens(self) -> int:
+        """Those that usage has, else those that had arrived with the last chunk of reasoning; 0 where neither is
+        known."""
+        if self.reasoning_tokens or not self.is_counted:  # servers write 0 where they do not count them
+            return self.reasoning_tokens or 0
+        return self._reasoned
 
     def check(self) -> None:
         """Refuse an answer that is not complete, at the end of the stream."""
@@ -159,6 +178,7 @@ class Answer:
             prompt_tokens=len(self.prompt) if self.prompt_tokens is None else self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             output_tokens=tokens,
+            reasoning_tokens=self._all_reasoning_tokens(),
             queue_s=self.sent - self.submitted,
             ttft_s=None if self.first is None else self.first - self.submitted,
             tpot_s=(self.last - self.first) / (tokens - 1) if self.first is not None and tokens > 1 else None,

@@ -127,6 +127,8 @@ def _count(metrics: RequestMetrics, steps: Sequence[Step], silent: int, trimmed:
         metrics.drafted += known
         metrics.accepted += right
         metrics.emitted_histogram[kept] += 1
+        if not silent:
+            metrics.count_part(before < metrics.reasoning_tokens, 1, kept, known, right)
         before += kept
     if silent:
         found.count(context=1, room=0, kept=1, drafted=0, accepted=0, times=silent)

@@ -7,6 +7,7 @@ memory and output, so that a template that never ends costs seconds and not the 
 
 from __future__ import annotations
 
+import json
 import marshal
 import os
 import signal
@@ -163,6 +164,25 @@ def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     if reasoning is None:
         return message
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def with_argument_texts(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Messages whose tool calls have their arguments as JSON, as the templates of DeepSeek-V3 read them; None if there
+    are no such calls."""
+    if not any(message.get("tool_calls") for message in messages):
+        return None
+
+    def with_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return call | {"function": call["function"] | {"arguments": text}}
+
+    return [
+        message | {"tool_calls": [with_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
 
 
 def _packed(variables: dict[str, Any]) -> bytes:

@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specbatch.errors import refuse, refuse_json
-from specbatch.text.chat_template import ChatTemplate, with_reasoning
+from specbatch.errors import SpecbatchError, refuse, refuse_json
+from specbatch.text.chat_template import ChatTemplate, with_argument_texts, with_reasoning
 from specbatch.text.token_bytes import byte_tokens, token_bytes
 from specbatch.text.tokenizer_files import read_folder
 
 BYTE_EOS = 256
 _USUAL_CHARACTERS = 8  # of a token, at most
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # of transformers: marks where the final message ends
+_TOOLS = re.compile(r"\btools\b")  # the variable of templates
 _PADDING = re.compile(r"|\[PAD\d*\]|<pad>|<\|pad\|>")  # names of padding ids
 
 
@@ -43,6 +45,7 @@ class Tokenizer:
         bos_id: int | None = None,
         add_bos: bool | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         special_tokens: dict[str, str] | None = None,
         is_of_transformers: bool = False,
     ) -> None:
@@ -57,6 +60,7 @@ class Tokenizer:
         self._add_bos = add_bos
         self._is_of_transformers = is_of_transformers
         self._chat_template = None if chat_template is None else ChatTemplate(chat_template, name)
+        self._tool_template = None if tool_template is None else ChatTemplate(tool_template, name)
         self._special_tokens = special_tokens or {}
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
@@ -76,6 +80,7 @@ class Tokenizer:
             bos_id=bos,
             add_bos=found.add_bos,
             chat_template=found.chat_template,
+            tool_template=found.tool_template,
             special_tokens=found.special_tokens,
             is_of_transformers=found.names_class or found.backend.post_processor is not None,
         )
@@ -112,6 +117,11 @@ class Tokenizer:
         return None if self._chat_template is None else self._chat_template.source
 
     @property
+    def tool_template(self) -> str | None:
+        """The source of the template for conversations with tools."""
+        return self.chat_template if self._tool_template is None else self._tool_template.source
+
+    @property
     def special_tokens(self) -> Mapping[str, str]:
         """Texts of special tokens by name, such as "pad_token"."""
         return self._special_tokens
@@ -145,26 +155,41 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         enable_thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """The prompt for a conversation, to be encoded without adding special tokens.
 
         `continue_final_message`: the text ends within the last message, after its content, instead of with the
         generation prompt. As in transformers 5.23, what the template does to the content (trimming) is kept.
-        `enable_thinking` is the template's variable; None leaves its default. Raises SpecbatchError if the model has no
-        template, or the template rejects the messages, has no such variable, does not render their tool calls or does
-        not render the last message as it is.
+        `enable_thinking` is the template's variable; None leaves its default. `tools`: functions that the answer may
+        call, in OpenAI's form. Arguments of calls in messages are objects; a template that fails with those gets their
+        JSON. Raises SpecbatchError if the model has no template, or the template rejects the messages, has no such
+        variable, shows no tools, does not render tool calls or does not render the last message as it is.
         """
-        if self._chat_template is None:
+        template = self._tool_template if tools and self._tool_template is not None else self._chat_template
+        if template is None:
             raise refuse("chat_template", None, f"{self.name} has none; use chat_template=False, or plain prompts")
-        if enable_thinking is not None and "enable_thinking" not in self._chat_template.source:
+        if enable_thinking is not None and "enable_thinking" not in template.source:
             works = f"the chat template of {self.name} has no enable_thinking; leave it out"
             raise refuse("thinking", enable_thinking, works)
-        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self._chat_template.source:
+        if any(message.get("tool_calls") for message in messages) and "tool_calls" not in template.source:
             works = f"the chat template of {self.name} does not render tool calls; write them as content"
             raise refuse_json("messages", messages, works)
+        if tools and not _TOOLS.search(template.source):
+            works = f"the chat template of {self.name} does not show tools to the model; leave them out"
+            raise refuse_json("tools", [tool["function"]["name"] for tool in tools], works)
         if continue_final_message:
-            return self._continued(self._chat_template, messages, enable_thinking)
-        return self._chat_template.render(**self._variables(messages, add_generation_prompt, enable_thinking))
+            return self._continued(template, messages, enable_thinking)
+        variables = self._variables(messages, add_generation_prompt, enable_thinking, tools)
+        try:
+            return template.render(**variables)
+        except SpecbatchError:
+            texts = with_argument_texts(variables["messages"])
+            if texts is None:
+                raise
+            with suppress(SpecbatchError):  # the first reason is that of the usual form
+                return template.render(**variables | {"messages": texts})
+            raise
 
     def _continued(
         self, template: ChatTemplate, messages: Sequence[Mapping[str, Any]], enable_thinking: bool | None
@@ -189,14 +214,19 @@ class Tokenizer:
             self._chat_template.render_ahead(self._variables(messages, True, None) for messages in conversations)
 
     def _variables(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, enable_thinking: bool | None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        enable_thinking: bool | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> dict[str, Any]:
         switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         # As in transformers: a key without a value is not there, since many templates write "None" for one.
         given = [
             with_reasoning({key: value for key, value in message.items() if value is not None}) for message in messages
         ]
-        prompt = {"messages": given, "tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        shown = None if tools is None else list(tools)
+        prompt = {"messages": given, "tools": shown, "documents": None, "add_generation_prompt": add_generation_prompt}
         return self._special_tokens | prompt | switch
 
     def vocabulary(self) -> list[str]:
@@ -241,7 +271,7 @@ class ByteTokenizer(Tokenizer):
         self.vocab_size = vocab_size
         self.eos_ids = frozenset({BYTE_EOS})
         self.bos_id = None
-        self._chat_template = None
+        self._chat_template = self._tool_template = None
         self._special_tokens = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True, as_transformers: bool = False) -> list[int]:

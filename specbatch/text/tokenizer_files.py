@@ -25,6 +25,7 @@ class TokenizerFiles(NamedTuple):
     add_bos         whether prompts begin with the bos token; None: the backend decides
     names_class     whether tokenizer_config.json names a class of transformers
     chat_template   the template for conversations
+    tool_template   that for conversations with tools, if it is another one
     report          what users should know about the files, one line each
     """
 
@@ -34,6 +35,7 @@ class TokenizerFiles(NamedTuple):
     add_bos: bool | None
     names_class: bool
     chat_template: str | None
+    tool_template: str | None
     report: list[str]
 
 
@@ -58,6 +60,7 @@ def read_folder(folder: Path, most: int | None = None, *, compare: bool = True) 
         None if described.get("add_bos_token") is None else flag_of(described, "add_bos_token"),
         "tokenizer_class" in described,
         _read_chat_template(folder, described),
+        _read_chat_template(folder, described, "tool_use"),
         report,
     )
 
@@ -99,15 +102,19 @@ def _read_table(path: Path) -> dict[str, Any]:
     return found
 
 
-def _read_chat_template(folder: Path, described: dict[str, Any]) -> str | None:
-    for own in ("additional_chat_templates/default.jinja", "chat_template.jinja"):
+def _read_chat_template(folder: Path, described: dict[str, Any], name: str = "default") -> str | None:
+    """The template of this name. One without a name is the default."""
+    is_default = name == "default"
+    for own in (f"additional_chat_templates/{name}.jinja", *(("chat_template.jinja",) if is_default else ())):
         if (folder / own).is_file():
             return read_text("chat_template", folder / own, "download it again")
     found = described.get("chat_template")
     if isinstance(found, list):  # several named templates; "default" is for conversations
         found = {str(item.get("name")): item.get("template") for item in found if isinstance(item, dict)}
     if isinstance(found, dict):
-        found = found.get("default")
+        found = found.get(name)
+    elif not is_default:
+        return None
     if found is not None and not isinstance(found, str):
         works = "it must be a text, or several with names; download tokenizer_config.json again"
         raise refuse("chat_template", found, works)

@@ -56,7 +56,9 @@ class DFlashHead(Head):
 
     def _new_layer(self, sizes: ModelConfig) -> Layer:
         hidden, eps = sizes.hidden_size, sizes.rms_norm_eps
-        return Layer(Attention(sizes), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes))
+        return Layer(
+            Attention(sizes), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes.hidden_size, sizes.intermediate_size)
+        )
 
     @property
     def _decay(self) -> float:

@@ -101,7 +101,9 @@ class DFlash2Head(DFlashHead):
 
     def _new_layer(self, sizes: ModelConfig) -> Layer:
         hidden, eps, own = sizes.hidden_size, sizes.rms_norm_eps, published_heads(sizes)
-        layer = ConvolvedLayer(Attention(sizes), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes))
+        layer = ConvolvedLayer(
+            Attention(sizes), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes.hidden_size, sizes.intermediate_size)
+        )
         layer.attention_conv, layer.mlp_conv = (
             Convolution(hidden, own["conv_kernel_size"], own["conv_group_size"]) for _ in range(2)
         )

@@ -42,7 +42,12 @@ class EagleHead(ChainHead):
         self._embedding = target.embedding
         self.fc = nn.Linear(2 * hidden, hidden)
         self.layers = nn.ModuleList(
-            Layer(Attention(sizes), Norm(hidden, eps) if index else nn.Identity(), Norm(hidden, eps), Mlp(sizes))
+            Layer(
+                Attention(sizes),
+                Norm(hidden, eps) if index else nn.Identity(),
+                Norm(hidden, eps),
+                Mlp(sizes.hidden_size, sizes.intermediate_size),
+            )
             for index in range(layers)
         )
         initialize(self, seed)

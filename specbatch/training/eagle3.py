@@ -56,11 +56,21 @@ class Eagle3Head(ChainHead):
         self.aux = tuple(boundary - 1 for boundary in self._boundaries)
         self._sizes = sizes
         self.fc = nn.Linear(len(self.aux) * hidden, hidden, bias=False)
-        self.midlayer = MidLayer(Attention(sizes, inputs=2), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes))
+        self.midlayer = MidLayer(
+            Attention(sizes, inputs=2),
+            Norm(hidden, eps),
+            Norm(hidden, eps),
+            Mlp(sizes.hidden_size, sizes.intermediate_size),
+        )
         self.midlayer.hidden_norm = Norm(hidden, eps)
         self.layers = nn.ModuleDict(  # by number, as they are named after the first
             {
-                str(index): Layer(Attention(sizes), Norm(hidden, eps), Norm(hidden, eps), Mlp(sizes))
+                str(index): Layer(
+                    Attention(sizes),
+                    Norm(hidden, eps),
+                    Norm(hidden, eps),
+                    Mlp(sizes.hidden_size, sizes.intermediate_size),
+                )
                 for index in range(1, layers)
             }
         )

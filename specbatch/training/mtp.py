@@ -44,7 +44,14 @@ class MtpHead(ChainHead):
         self.pre_fc_norm_hidden = Norm(hidden, eps, offset=1)
         attention = Attention(sizes, gated=True, offset=1)
         self.layers = nn.ModuleList(
-            [Layer(attention, Norm(hidden, eps, offset=1), Norm(hidden, eps, offset=1), Mlp(sizes))]
+            [
+                Layer(
+                    attention,
+                    Norm(hidden, eps, offset=1),
+                    Norm(hidden, eps, offset=1),
+                    Mlp(sizes.hidden_size, sizes.intermediate_size),
+                )
+            ]
         )
         self.norm = Norm(hidden, eps, offset=1)
         initialize(self, seed)

@@ -105,6 +105,23 @@ class Recipe:
     selector_rank: int | None = setting(
         None, f"{_takers('selector_rank')}: rank of the selector. {_default('selector_rank')}.", whole(1, 4096)
     )
+    gru_size: int | None = setting(
+        None, f"{_takers('gru_size')}: channels of the GRU's state. {_default('gru_size')}.", whole(1, 16384)
+    )
+    correction_rank: int | None = setting(
+        None,
+        f"{_takers('correction_rank')}: rank of the correction of logits. {_default('correction_rank')}.",
+        whole(1, 4096),
+    )
+    lattice_width: int | None = setting(
+        None,
+        f"{_takers('lattice_width')}: width of the head that scores the lattice, a multiple of 8. "
+        f"{_default('lattice_width')}.",
+        Rule(lambda x: is_whole(x) and x > 0 and x % 8 == 0, "use a multiple of 8"),
+    )
+    refiner_rank: int | None = setting(
+        None, f"{_takers('refiner_rank')}: rank of the refiner. {_default('refiner_rank')}.", whole(1, 4096)
+    )
 
     def __post_init__(self) -> None:
         if self.algorithm not in HEADS:

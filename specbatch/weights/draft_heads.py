@@ -47,19 +47,20 @@ class DraftFiles:
     tensor: Callable[[str], torch.Tensor]
 
 
-def open_draft(draft: str) -> DraftFiles:
-    """Open a folder, or a hub id `owner/name`, optionally with `@revision`. Raises SpecbatchError for `draft`."""
+def open_draft(draft: str, described: str = "config.json") -> DraftFiles:
+    """Open a folder, or a hub id `owner/name`, optionally with `@revision`. described: the name of its config. Raises
+    SpecbatchError for `draft`."""
     folder = Path(os.path.expanduser(draft))
     if not os.path.isdir(folder):
         if draft == "dummy":
             raise refuse("draft", draft, "is a draft with random weights only; add load_format='dummy'")
-        works = "give a folder with config.json and safetensors, or a hub id"
+        works = f"give a folder with {described} and safetensors, or a hub id"
         if draft.count("/") != 1 or draft.startswith((".", "~", "/")):
             raise refuse("draft", draft, f"no such folder; {works}")
-        folder = hub.snapshot("draft", draft, HEAD_FILES, works=works)
-    if not (folder / "config.json").is_file():
-        raise refuse("draft", draft, "the folder has no config.json")
-    config = read_config(folder / "config.json")
+        folder = hub.snapshot("draft", draft, [*HEAD_FILES, described], works=works)
+    if not (folder / described).is_file():
+        raise refuse("draft", draft, f"the folder has no {described}")
+    config = read_config(folder / described)
     if any(folder.glob("*.safetensors*")):
         files = SafetensorsFiles(folder)
         names = {_canonical(name): name for name in files.shapes}
@@ -98,15 +99,15 @@ def check_random(draft: str) -> None:
         raise refuse("draft", draft, works)
 
 
-def dummy_config(draft: str) -> dict[str, Any] | None:
-    """Read the config.json `draft`, or that of a folder; None for "dummy", for which each algorithm has a usual
-    shape."""
+def dummy_config(draft: str, described: str = "config.json") -> dict[str, Any] | None:
+    """Read the config `draft`, or that of a folder, where it is named `described`; None for "dummy", for which each
+    algorithm has a usual shape."""
     if draft == "dummy":
         return None
     path = Path(os.path.expanduser(draft))
-    path = path / "config.json" if os.path.isdir(path) else path
+    path = path / described if os.path.isdir(path) else path
     if not os.path.isfile(path):
-        works = "with load_format='dummy' give a config.json, its folder, or 'dummy' for the usual shape"
+        works = f"with load_format='dummy' give a {described}, its folder, or 'dummy' for the usual shape"
         raise refuse("draft", draft, works)
     return read_config(path)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class SafetensorsFiles:
                     raise _damaged(path, f"tensor {name} is {kind}; {works}")
                 if name.endswith("rotary_emb.inv_freq"):
                     continue  # rope frequencies in old files are not weights
-                if kind in FILE_TYPES and not is_of_cache(name):
+                if kind in FILE_TYPES and not is_of_cache(name) and not _is_part(name):
                     quantized[name] = kind, path
                 self._files[name] = file
                 self.shapes[name] = tuple(view.get_shape())
@@ -104,13 +105,15 @@ class FolderCheckpoint:
         self._respelled = {} if stored is None else stored.respelled(self._tensors.shapes)
         found = self._tensors.shapes | self._respelled
         self.cache = {name: found.pop(name) for name in filter(is_of_cache, [*found])}
+        if stored is not None:
+            stored = stored.for_values(found, self._tensors.tensor)
+            self.config = replace(self.config, quantization=stored)
         unused = [] if stored is None else [name for name in found if stored.is_unused(name)]
         scales = list(filter(is_input_scale, unused))
         if scales and log is not None:
-            works = "activations get scales as the model runs"
+            quantizes = stored is not None and stored.has_fp8_gemm
+            works = "activations get scales as the model runs" if quantizes else "activations are not quantized"
             log(f"{name}: {len(scales)} scales are not used, such as {min(scales)}: {works}")
-        if stored is not None and (damage := stored.damage(found, self._tensors.tensor)) is not None:
-            raise _damaged(folder, damage)
         head = {name: shape for name, shape in found.items() if self.config.is_mtp(name)}
         spare = [name for name in found if self.config.is_spare(name)]
         if spare and log is not None:
@@ -131,7 +134,10 @@ class FolderCheckpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         stored = self._tensors.tensor(name)
-        return stored.reshape(-1, 1).expand(self._respelled[name]) if name in self._respelled else stored
+        shape = self._respelled.get(name)
+        if shape is None:
+            return stored
+        return stored.reshape(shape) if stored.numel() == math.prod(shape) else stored.reshape(-1, 1).expand(shape)
 
     def tokenizer(self) -> Tokenizer:
         most = self.config.vocab_size
@@ -144,19 +150,27 @@ class FolderCheckpoint:
 
 
 def _described(folder: Path) -> dict[str, Any]:
-    """The config.json, with the quantization that ModelOpt describes in a file beside it."""
+    """The config.json, with the quantization that ModelOpt describes in a file beside it: old versions only there, and
+    later ones the size of groups."""
     described, beside = read_config(folder / "config.json"), folder / "hf_quant_config.json"
-    if described.get(KEY) is None and beside.is_file():
-        described[KEY] = {"quant_method": "modelopt"} | table_of(read_config(beside), "quantization")
+    found = table_of(described, KEY)
+    if found.get("quant_method", "modelopt") == "modelopt" and beside.is_file():
+        described[KEY] = {"quant_method": "modelopt"} | table_of(read_config(beside), "quantization") | found
     return described
 
 
 def _types_of(name: str) -> tuple[tuple[str, ...], str]:
     """The types of safetensors that a tensor of this name may have, and what an error message says of others."""
-    for form in FORMATS:
-        if (found := form.types_of_part(name)) is not None:
-            return found
-    return _TYPES, f"supported are {', '.join(_TYPES)}"
+    found = [part for form in FORMATS if (part := form.types_of_part(name)) is not None]
+    if not found:
+        return _TYPES, f"supported are {', '.join(_TYPES)}"
+    types, works = zip(*found, strict=True)
+    return tuple(kind for some in types for kind in some), "; ".join(works)
+
+
+def _is_part(name: str) -> bool:
+    """Whether a tensor is a part of a quantized weight, such as its scales, under a name of its own."""
+    return scaled(name) is not None or any(form.types_of_part(name) for form in FORMATS)
 
 
 def _check_ends(config: ModelConfig, found: dict[str, tuple[int, ...]], folder: Path) -> None:

@@ -26,6 +26,7 @@ NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outpu
 NAMES |= {"token_embd_norm": "model.embedding_norm"}  # the final norm of LFM2
 _NO_TOKEN = (-1, 2**32 - 1, 2**64 - 1)  # llama.cpp's LLAMA_TOKEN_NULL, -1, also as an unsigned number
 _DIVISORS = "rope_freqs.weight"
+_SCALES = ("scale", "input_scale")  # beside a weight in NVFP4
 _ROPE_KEYS = {
     ".rope.dimension_count",
     ".rope.freq_base",
@@ -208,13 +209,20 @@ def _same_in_all_layers(file: GgufFile, key: str, default: int | None = None, *,
 
 
 def rename(file: GgufFile) -> dict[str, GgufTensor]:
-    """Tensors by their checkpoint names. Unknown tensors are refused."""
+    """Tensors by their checkpoint names. Unknown ones are refused. Those in NVFP4 have their `scale`; `input_scale` is
+    of activations, which are not quantized here."""
     layout = layout_of(file)
     layer_names, of_rope = LAYER_NAMES | dict(layout.names), {_DIVISORS, *layout.rope_tensors}
     renamed = {}
     for name, tensor in file.tensors.items():
-        if name in of_rope:
+        weight, _, kind = name.rpartition(".")
+        quantized = file.tensors.get(f"{weight}.weight")
+        if name in of_rope or (kind in _SCALES and quantized is not None and quantized.kind.name == "NVFP4"):
             continue
+        if (scale := file.tensors.get(f"{weight}.scale")) is not None and tensor.kind.name == "NVFP4":
+            if scale.data.dtype != np.float32 or scale.shape not in ((1,), tensor.shape[:-2]):
+                raise file.refusal(f"tensor {scale.name} is no number in F32, nor one for each matrix of a stack")
+            tensor = tensor._replace(scale=scale.data)
         if in_layer := re.fullmatch(r"blk\.(\d+)\.([\w.]+)", name):
             names, (layer, inner) = layer_names, in_layer.groups()
             prefix = f"model.layers.{layer}."

@@ -29,8 +29,9 @@ def has_groups(tensor: GgufTensor) -> bool:
 def grouped_bytes(tensor: GgufTensor) -> int:
     """Bytes that a CPU keeps of it: values of 4 or 8 bits; of each group one or two numbers of 16 or 32 bits."""
     kind = tensor.kind.name
-    scale = (1 if kind == "Q8_0" else 2) * (4 if kind.endswith("_K") else 2)
-    return tensor.size // (2 if kind.startswith("Q4") else 1) + tensor.size // (16 if kind == "Q6_K" else 32) * scale
+    scale = (1 if kind in ("Q8_0", "NVFP4") else 2) * (4 if kind.endswith("_K") or tensor.scale is not None else 2)
+    group = 16 if kind in ("Q6_K", "NVFP4") else 32
+    return tensor.size // (2 if kind.startswith("Q4") else 1) + tensor.size // group * scale
 
 
 def grouped_weight(tensor: GgufTensor, permuted_heads: int | None = None) -> GroupedWeight:
@@ -43,6 +44,8 @@ def grouped_weight(tensor: GgufTensor, permuted_heads: int | None = None) -> Gro
     with np.errstate(all="ignore"):  # of scales that are not finite
         found = read(rows.reshape(-1, GGML_QUANT_SIZES[tensor.kind][1]))
     values, scales, offsets = (torch.from_numpy(part.reshape(len(rows), -1)) for part in found)
+    if tensor.scale is not None:
+        scales *= torch.from_numpy(tensor.scale.copy())
     return GroupedWeight(values.view(torch.int8), *shortest(scales, offsets))
 
 
@@ -98,6 +101,15 @@ def _q6_k(blocks: Array) -> Groups:
     return low | pairs.reshape(len(blocks), -1) << 4, scales, scales * -32
 
 
+def _nvfp4(blocks: Array) -> Groups:
+    """Groups of 16 in pairs of 4-bit floats; values are twice these, scales half of those in the file."""
+    from gguf.quants import NVFP4
+
+    scales: Array = NVFP4.ue4m3_to_fp32(blocks[:, :4]).astype(np.float32)
+    values = np.array(NVFP4.kvalues, np.int8)[_halves(blocks[:, 4:], 8)]
+    return values, scales, np.zeros_like(scales)
+
+
 _READERS: dict[str, Callable[[Array], Groups]] = {
     "Q4_0": lambda blocks: _q4(blocks, False),
     "Q4_1": lambda blocks: _q4(blocks, True),
@@ -107,4 +119,5 @@ _READERS: dict[str, Callable[[Array], Groups]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "NVFP4": _nvfp4,
 }

@@ -40,12 +40,14 @@ class GgufTensor(NamedTuple):
     kind    of its values
     shape   as in a checkpoint: the fastest dimension last
     data    a read-only view of the file: float32 or float16 values, else bytes, with the blocks of a row last
+    scale   what values are multiplied by, one number, or of a stack one for each matrix; None: nothing
     """
 
     name: str
     kind: GGMLQuantizationType
     shape: tuple[int, ...]
     data: np.ndarray[Any, Any]
+    scale: np.ndarray[Any, Any] | None = None
 
     @property
     def size(self) -> int:

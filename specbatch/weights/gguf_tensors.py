@@ -140,6 +140,8 @@ def dequantize_tensor(tensor: GgufTensor, permuted_heads: int | None = None) -> 
         try:
             with np.errstate(all="ignore"):  # of scales that are not finite
                 values = dequantize(values, kind)
+                if tensor.scale is not None:
+                    values = values * tensor.scale.reshape(-1, *[1] * (values.ndim - 1))
         except NotImplementedError:
             raise refuse(tensor.name, kind.name, "use a file in Q4_K_M, Q8_0, F16 or another") from None
     if permuted_heads is not None:

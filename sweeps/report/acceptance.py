@@ -20,6 +20,7 @@ from specbatch.records.markdown import (
     sum_lists,
 )
 from specbatch.records.metrics import ACCEPTANCE
+from specbatch.records.reasoning import parts_table
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.heading import about, heading
 from specbatch.sweeps.report.note import Note
@@ -109,6 +110,7 @@ def acceptance_markdown(records: list[RunRecord], rows: list[Row], notes: list[N
         heading(about(records)),
         f"Acceptance, {sampling}; intervals are over prompts (jackknife):\n",
         f"{markdown_table(body, HEADINGS)}\n",
+        f"{found}\n" if (found := parts_table(points_of(records), POINT)) else "",
         f"{counted}\n" if (counted := denominators_note(record.counters for record in records)) else "",
         lines,
     )

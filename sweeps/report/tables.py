@@ -23,6 +23,7 @@ from specbatch.records.intervals import of_ratios
 from specbatch.records.markdown import markdown_table
 from specbatch.records.metric import Metric
 from specbatch.records.metrics import METRICS, RELATIVE
+from specbatch.records.reasoning import PARTS, parts_of, parts_table, reasons
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.records.verdicts import ONE_REPEAT, Speedup
@@ -93,7 +94,7 @@ def markdown(
     if not brief:
         headings, body = shown(rows, over)
         parts.append(f"## All columns\n\n{markdown_table(body, headings)}\n")
-        parts += [acceptance(records), server_acceptance(points_of(records)), categories(records)]
+        parts += [acceptance(records), server_acceptance(points_of(records)), reasoning(records), categories(records)]
     parts.append("".join(f"* {note}\n" for note in every if not brief or note.text not in GENERAL))
     return "\n".join(filter(None, parts))
 
@@ -159,6 +160,10 @@ def table(records: list[RunRecord], view: View = SWEEP) -> pd.DataFrame:
         rows.loc[of_base, "ratio"] = 1.0
     if len({*over.values()}) > 1:
         rows["base"] = [over[name] for _, name in rows.index]
+    if reasons(records):
+        parts = [parts_of(points[point]) for point in rows.index]
+        for key in PARTS:
+            rows[key] = [_or_nan(found[key]) for found in parts]
     failures = {tuple(record.workload[key] for key in POINT): record.error for record in records if record.error}
     rows["failed"] = [failures.get(point) for point in rows.index]
     return rows.reset_index()
@@ -261,6 +266,12 @@ def verdict_text(row: Any, *, column: str) -> str:
     if isinstance(row.failed, str) and not row.repeats:
         return FAILED
     return verdict if isinstance(verdict, str) else "-"
+
+
+def reasoning(records: list[RunRecord]) -> str:
+    """The table of reasoning and answer; empty where no answer reasons."""
+    found = parts_table(points_of(records), POINT)
+    return f"{found}\n" if found else ""
 
 
 def categories(records: list[RunRecord]) -> str:

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.jobs.thinking import Reasoning
+from specbatch.text.thinking import Reasoning
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.jobs.thinking import CLOSE, OPEN
 from specbatch.sweeps.workload.workloads import Workload, sha256_of
+from specbatch.text.thinking import CLOSE, OPEN
 
 TEMPLATE_MARKS = (
     "<|im_start|>",
@@ -50,12 +50,18 @@ def warnings(
         if len(short) > cut:
             yield f"{of_all(len(short) - cut)} are shorter than requested: the engine stops at end tokens"
         return
-    thought = sum(OPEN in text or CLOSE in text for text in texts)
+    thought = sum(
+        bool(item.metrics.reasoning_tokens) or OPEN in text or CLOSE in text
+        for item, text in zip(ended, texts, strict=True)
+    )
     if workload.thinking is False and thought:
         yield f"{of_all(thought)} contain {OPEN} though thinking is off: the model was not trained to answer without it"
     if workload.thinking and not thought:
         yield f"no answer contains {OPEN} or {CLOSE} though thinking is on: the model does not reason, or hides it"
-    unended = sum(OPEN in text and CLOSE not in text for text in texts)
+    unended = sum(
+        (OPEN in text and CLOSE not in text) or item.metrics.reasoning_tokens == item.metrics.output_tokens > 0
+        for item, text in zip(ended, texts, strict=True)
+    )
     if unended:
         yield f"{of_all(unended)} end inside their reasoning: use more than {limit} output tokens"
     if all(item.finish_reason == "length" for item in ended):

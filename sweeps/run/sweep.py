@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import counted, reporting
 from specbatch.progress.bars import NotedReport
@@ -14,6 +15,7 @@ from specbatch.records.sweep_plan import Described, points
 from specbatch.sweeps.report.notes import losses_of
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.tables import write_summary
+from specbatch.sweeps.report.thinking import MODES, folders_of, write_thinking
 from specbatch.sweeps.run.benchmark import Benchmark, OnMeasured, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, check_early, one_group
@@ -77,6 +79,54 @@ def run_workloads(
     with LoadedGroup(configs, lambda group: load(group, log, failed), failed) as loaded:
         for folder, workload in workloads.items():
             run_points(configs, loaded, workload, folder, log=log, report=report)
+
+
+def run_thinking(
+    configs: Configs,
+    options: SweepOptions,
+    folder: Path,
+    *,
+    server: HttpEngine | None = None,
+    log: Log | None = None,
+    report: NotedReport | None = None,
+    cluster: Cluster | None = None,
+) -> tuple[str, list[dict[str, Any]]]:
+    """Run a sweep with thinking on, then off, into folders of `folder`, with the same engines; return the Markdown of
+    both in one table, and its rows. What fails does so as in `run_sweep`.
+
+    server: the only configuration, in place of `configs`; its client renders the prompts
+    """
+    paths = folders_of(folder)
+    each = {
+        paths[mode]: replace(options, workload=replace(options.workload, thinking=is_on), section=f"thinking {mode}")
+        for mode, is_on in MODES.items()
+    }
+    fit: Mapping[str, Described] = next(iter(each.values())).fitted(configs)
+    if server is not None:
+        fit = {server.model: server.config}
+
+    def run() -> None:
+        if server is None:
+            workloads = {path: Benchmark(one) for path, one in each.items()}
+            run_workloads(fit, workloads, cluster=cluster, log=log, report=report)  # type: ignore[arg-type]
+            return
+        with LoadedGroup(fit, lambda _: nullcontext({server.model: server}), None) as loaded:
+            for path, one in each.items():
+                run_points(fit, loaded, Benchmark(one), path, log=log, report=report)
+
+    def kept() -> str:
+        finished = sum(point.is_finished(path) for path, one in each.items() for point in points(fit, one, path))
+        return what_is_kept(finished, f"the summaries in {folder}")
+
+    with reporting(kept):
+        try:
+            run()
+        finally:
+            for path, one in each.items():
+                if any(point.is_finished(path) for point in points(fit, one)):
+                    write_summary(path)
+            found = write_thinking(folder)
+    return found
 
 
 def run_server(

@@ -35,8 +35,15 @@ class StubTokenizer:
 
     name, vocab_size, eos_ids, bos_id = "bytes", 257, frozenset({256}), None
     has_chat_template = True
-    chat_template = None
+    chat_template = tool_template = None
     special_tokens: dict[str, str] = {}  # noqa: RUF012
+    hidden: dict[str, int] = {}  # noqa: RUF012
+
+    def vocabulary(self) -> list[str]:
+        return [*map(chr, range(256)), "<eos>"]
+
+    def template_writes(self, text: str) -> bool:
+        return False
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

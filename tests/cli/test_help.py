@@ -216,7 +216,10 @@ STATED = {  # numbers that a help text calls the default, and what the code does
     ),
     **{
         ("train-draft", name): trained(name)
-        for name in ("unroll", "draft_layers", "block_size", "anchors", "markov_rank", "token_weight", "selector_rank")
+        for name in (
+            *("unroll", "draft_layers", "block_size", "anchors", "markov_rank", "token_weight", "selector_rank"),
+            *("gru_size", "correction_rank", "lattice_width", "refiner_rank"),
+        )
     },
     ("train-draft", "vocab"): (Recipe("eagle3").vocabulary(10**6),),
     ("train-draft", "aux_layers"): (default_aux(100)[0],),

@@ -87,6 +87,16 @@ def test_texts_that_differ_are_not_equal(tiny, server, ask):
     assert "first divergence: question 0, text from there: " in result.stdout
 
 
+def test_thinking_on_and_off_of_a_server(server, ask):
+    found = ask("--chat-template", "--compare-thinking")
+    for mode, is_on in (("on", True), ("off", False)):
+        assert record(f"out/thinking-{mode}")["workload"]["thinking"] is is_on
+        assert len(questions(f"out/thinking-{mode}")) == LIMIT
+    modes = [body["chat_template_kwargs"]["enable_thinking"] for _, body in server.bodies]
+    assert modes == [True] * LIMIT + [False] * LIMIT
+    assert found.stdout.count("| on ") >= 2
+
+
 def test_chat_is_rendered_by_the_server(server, ask):
     ask("--chat-template", "--system-instruction", "Answer.", "--no-thinking")
     assert [path for path, _ in server.bodies] == ["/v1/chat/completions"] * LIMIT

@@ -57,6 +57,9 @@ def damage(engine: Engine, bad: int) -> None:
         ("llama", "dflash"),
         ("llama", "dflash2"),
         ("llama", "dspark"),
+        ("llama", "domino"),
+        ("llama", "lilicorr"),
+        ("llama", "xpress"),
         ("lfm2", "ngram-tree"),
     ]),
 )  # fmt: skip

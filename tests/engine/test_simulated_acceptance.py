@@ -27,6 +27,9 @@ SHAPES = {
     "block": Speculation("dflash", draft="toy-block-34", draft_tokens=4),
     "dspark": Speculation("dspark", draft="dummy", draft_tokens=4),
     "dflash2": Speculation("dflash2", draft="dummy", draft_tokens=4),
+    "domino": Speculation("domino", draft="dummy", draft_tokens=4),
+    "lilicorr": Speculation("lilicorr", draft="dummy", draft_tokens=4),
+    "xpress": Speculation("xpress", draft="dummy", draft_tokens=4),
     "tree": replace(SELF, draft_steps=5, draft_topk=3),
     "ngram": Speculation("ngram", draft_tokens=5, ngram_min=1),
 }

@@ -18,6 +18,11 @@ def test_every_family_and_algorithm_is_listed():
     like = {"Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"}  # the text part of a listed family
     like.add("Gemma4ForConditionalGeneration")  # around a listed family
     like.add("MinistralForCausalLM")  # a Mistral with windows in some layers
+    like |= {
+        "Glm4MoeLiteForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "Kimi_K25ForConditionalGeneration",
+    }  # DeepSeek-V3
     assert listed | like == {*models.FAMILIES, *models._OTHERS}
     algorithms = {name for name, entry in ALGORITHMS.items() if entry.alias_of is None and name != NO_SPECULATION}
     assert {algorithm for algorithm, _ in support.DRAFTS.values()} == algorithms

@@ -44,6 +44,25 @@ DRAFTS = {
         "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "num_hidden_layers": 2, "markov_rank": 6,
         "markov_head_type": "gated", "enable_confidence_head": True,
     },
+    "domino": LLAMA
+    | BLOCK
+    | {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
+        "projector_type": "domino", "pure_draft_prefix_len": 1, "gru_hidden_dim": 6, "emb_dim": 5, "shift_label": True,
+    },
+    "lilicorr": LLAMA
+    | BLOCK
+    | {
+        "architectures": ["LiLiCorrDraftModel"], "model_type": "qwen3", "num_hidden_layers": 2,
+        "lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 12, "lilicorr_num_layers": 1, "lilicorr_num_heads": 2,
+        "lilicorr_mlp_ratio": 1.5, "lilicorr_factor_dim": 6, "lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 3.0,
+    },
+    "xpress": LLAMA
+    | BLOCK
+    | {
+        "architectures": ["Qwen3XPressModel"], "model_type": "qwen3", "num_hidden_layers": 2, "xpress_rank": 6,
+        "xpress_mlp_hidden": 10, "xpress_num_passes": 2,
+    },
     "standalone": LLAMA | {"num_hidden_layers": 2},
 }  # fmt: skip
 ROPES: list[dict[str, Any]] = [

@@ -45,6 +45,10 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "dflash-auto": {"algorithm": "dflash", "draft": "toy-block", "draft_tokens": "auto"},
     "dflash2": {"algorithm": "dflash2", "draft": "dummy", "draft_tokens": 4},
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 4},
+    "domino": {"algorithm": "domino", "draft": "dummy", "draft_tokens": 4},
+    "lilicorr-auto": {"algorithm": "lilicorr", "draft": "toy-block-lattice", "draft_tokens": "auto"},
+    "uno": {"algorithm": "uno", "draft": "dummy", "draft_tokens": 4},
+    "xpress": {"algorithm": "xpress", "draft": "toy-block-refiner", "draft_tokens": 4},
 }
 # The draft state of a prefix's last token depends on the token after it, which need not be that of a later prompt.
 FEATURE_HEADS = ("eagle", "eagle3", "mtp")

@@ -12,6 +12,7 @@ from specbatch.jobs.formats import BadRow
 from specbatch.jobs.openai_batch import OpenAIBatch, is_openai_batch
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 @pytest.fixture
@@ -82,6 +83,25 @@ def test_schema_of_a_response(read):
     assert (found.json_schema, found.regex) == (json.dumps(schema), None)
 
 
+def test_object_as_response(read):
+    assert read({"response_format": {"type": "json_object"}}).params.json_schema == '{"type": "object"}'
+
+
+def test_what_the_template_shows_of_tools(read):
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "default": None}}}
+    function = {"parameters": parameters, "name": "f", "strict": True, "description": None}
+    found = read({"tools": [{"type": "function", "function": function}]}).request
+    assert found.shown_tools == [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert list(found.shown_tools[0]["function"]) == ["name", "parameters"]
+    assert read({"tools": [TOOL], "tool_choice": "none"}).request.shown_tools is None
+    assert read({}).request.shown_tools is None
+
+
+@pytest.mark.parametrize(("given", "thinking"), [({}, None), ({"enable_thinking": False}, False)])
+def test_switch_of_reasoning(read, given, thinking):
+    assert read({"chat_template_kwargs": given}).request.thinking is thinking
+
+
 def test_text_parts_of_a_message_are_joined(read):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "system", "content": "s", "name": None}, {"role": "user", "content": parts}]
@@ -134,16 +154,42 @@ def test_fields_that_change_nothing_are_accepted(read, neutral):
 @pytest.mark.parametrize(
     ("url", "body", "problem"),
     [
+        (CHAT, {"tools": [{"type": "function"}]}, "body.tools.0.function is missing"),
         (
             CHAT,
-            {"tools": [{"type": "function"}]},
-            'body.tools=[{"type": "function"}] is not supported; leave it out, or use []',
+            {"tools": [{"type": "custom", "function": {"name": "f"}}]},
+            'body.tools.0.type="custom": use "function"',
         ),
         (
             CHAT,
-            {"response_format": {"type": "json_object"}},
-            'body.response_format={"type": "json_object"} is not supported; leave it out, or use {"type": "text"}, or '
-            '{"type": "json_schema", ...}',
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            'body.tools.0.function.name="a b": use ',
+        ),
+        (CHAT, {"tools": [TOOL, TOOL]}, 'body.tools has "f" twice; give each function a name of its own'),
+        (CHAT, {"tool_choice": "required"}, 'body.tool_choice needs tools; add them, or use "auto"'),
+        (CHAT, {"tools": [TOOL], "tool_choice": "any"}, 'body.tool_choice="any": use '),
+        (
+            CHAT,
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            'body.tool_choice names "g", which is not in tools; use f, "auto" or "required"',
+        ),
+        (
+            CHAT,
+            {"tools": [TOOL], "response_format": {"type": "json_object"}},
+            "body.tools together with response_format, regex or json_schema: leave one out, or use tool_choice=",
+        ),
+        (CHAT, {"chat_template_kwargs": {"x": 1}}, "body.chat_template_kwargs.x is not supported; leave it out"),
+        (TEXT, {"tools": [TOOL]}, 'body.tools=[{"type": "function", "function": {"name": "f"}}] is not supported'),
+        (
+            CHAT,
+            {"response_format": {"type": "grammar"}},
+            'body.response_format={"type": "grammar"} is not supported; leave it out, or use {"type": "text"}, '
+            '{"type": "json_object"} or {"type": "json_schema", ...}',
+        ),
+        (
+            CHAT,
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            "body.response_format: a json_",
         ),
         (
             CHAT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from specbatch.core.request import Completion, RequestMetrics
+from specbatch.jobs.chat_output import ChatOutput
 from specbatch.jobs.openai_request import BODIES
 from specbatch.jobs.openai_response import response_body
 from specbatch.text.tokenizer import ByteTokenizer
@@ -17,7 +18,9 @@ def logprobs(url: str, tokens: list[int], text: str, top: list[dict[int, float]]
     body = BODIES[url].read({"model": "m", **OF[url]})
     values = [-1.0 - place for place in range(len(tokens))]
     done = Completion(0, [1], tokens, text, "stop", RequestMetrics(), logprobs=values, top_logprobs=top)
-    found: dict[str, Any] = response_body("n", "m", body, [[done]], ByteTokenizer(300))["choices"][0]["logprobs"]
+    found: dict[str, Any] = response_body("n", "m", body, [[done]], ChatOutput(ByteTokenizer(300)))["choices"][0][
+        "logprobs"
+    ]
     return found
 
 
@@ -53,4 +56,4 @@ def test_infinity_is_openais_value() -> None:
 def test_no_logprobs() -> None:
     body = BODIES[TEXT].read({"model": "m", "prompt": "x"})
     done = Completion(0, [1], [97], "a", "stop", RequestMetrics())
-    assert response_body("n", "m", body, [[done]], ByteTokenizer(300))["choices"][0]["logprobs"] is None
+    assert response_body("n", "m", body, [[done]], ChatOutput(ByteTokenizer(300)))["choices"][0]["logprobs"] is None

@@ -38,7 +38,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Reference:
-    """Hidden states and logits of a block in float64: no cache, nothing fused, the config's raw keys."""
+    """Hidden states and logits of a block in float64: no cache, nothing fused, the config's raw keys.
+
+    predecessor: the token before the anchor, which some drafts read
+    """
+
+    predecessor = 0
 
     def __init__(self, config: dict[str, Any], tensors: dict[str, torch.Tensor], target: Decoder) -> None:
         self.config = config | config["dflash_config"]
@@ -104,12 +109,24 @@ class Reference:
         return self.target.logits(self.hidden(features, anchor, count)[1:].float()).double()[: len(drafts)]
 
 
+def convolved_by_rows(reference: Reference, x: torch.Tensor, read: torch.Tensor, name: str, side: int) -> torch.Tensor:
+    """The convolution of DFlash 2, row by row and channel by channel; see `Reference.convolved`."""
+    size, group = reference.config["conv_kernel_size"], reference.config["conv_group_size"]
+    base = reference.tensors[f"{name}.base_kernel"][side]
+    kernels = reference.project(read, f"{name}.kernel_projection").view(len(x), 2, size, -1)[:, side]
+    out = torch.zeros_like(x)
+    for row in range(len(x)):
+        for back in range(min(size, row + 1)):
+            out[row] += (base[back] + kernels[row, back].repeat_interleave(group)) * x[row - back]
+    return out
+
+
 def random_draft(config: DFlashConfig, seed: int = 5) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator) * 1.5 / math.sqrt(shape[-1])
         if len(shape) > 1
-        else torch.rand(shape, generator=generator) + 0.5
+        else torch.rand(shape, generator=generator) + (-0.5 if name.endswith("bias") else 0.5)
         for name, shape in tensor_shapes(config).items()
     }
 
@@ -144,6 +161,7 @@ class Run:
         read = Reader(config.with_drafts(count), tensors.__getitem__, torch.float32, torch.device("cpu"), of_draft=True)
         self.by_reference = self.reference(raw, tensors, target)
         self.drafts = self.drafter(self.network(read, target, 256), cache, count)
+        self.drafts.reserve(int(self.here.rows.max()) + 1)
         self.features = torch.randn(len(LENGTHS), 128, 2 * HIDDEN, generator=torch.Generator().manual_seed(9))
         self.prefill(chunk)
 
@@ -159,10 +177,10 @@ class Run:
 
     def all_logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, n, V] of drafts [B, n], each given those before it, by the reference."""
-        found = [
-            self.by_reference.logits(own[: len(text) - 1], text[-1], self.count, drafts)
-            for own, text, drafts in zip(self.features, self.here.texts, tokens.tolist(), strict=True)
-        ]
+        found = []
+        for own, text, drafts in zip(self.features, self.here.texts, tokens.tolist(), strict=True):
+            self.by_reference.predecessor = text[-2]
+            found.append(self.by_reference.logits(own[: len(text) - 1], text[-1], self.count, drafts))
         return torch.stack(found).masked_fill(self.unknown, -math.inf)
 
     def step(self, accepted: list[int], count: int | None = None) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from checkpoints import CHATML, SPECIAL
 from safetensors.torch import save
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.engine.engine import Engine
@@ -27,12 +28,13 @@ CONFIG = {
 SHARPNESS = 3.5  # of the head: the most likely token has about half of the probability
 
 
-def write_letters(folder: Path, seed: int = 0) -> Path:
-    """Random weights; `seed` draws them."""
+def write_letters(folder: Path, seed: int = 0, *, template: str = CHATML, marks: Sequence[str] = ()) -> Path:
+    """Random weights; `seed` draws them. marks: more tokens, which are not special."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    config = CONFIG | {"vocab_size": len(LETTERS) + len(SPECIAL) + len(marks)}
+    (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
-    shapes = tensor_shapes(ModelConfig.from_dict(CONFIG))
+    shapes = tensor_shapes(ModelConfig.from_dict(config))
     weights = {
         name: torch.randn(shape, generator=generator) * (1.0 / shape[-1] ** 0.5)
         if len(shape) > 1
@@ -45,9 +47,10 @@ def write_letters(folder: Path, seed: int = 0) -> Path:
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.decoder = decoders.ByteLevel()
     found.add_special_tokens(SPECIAL)
+    found.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in marks])
     (folder / "tokenizer.json").write_text(found.to_str())
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>"}
-    described["chat_template"] = CHATML
+    described["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [CONFIG["eos_token_id"]]}))
     return folder

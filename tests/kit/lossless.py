@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -11,12 +11,13 @@ import pytest
 import torch
 from shared_prefixes import share_always, share_on_cpu
 from stand_ins import fake_graphs, late_results, random_draft_lengths
-from targets import MTP, SPECULATIONS, TARGETS, Targets
+from targets import MTP, QUANTIZED, SIZES, SPECULATIONS, TARGETS, Targets
 
 from specbatch import Completion, Engine, SamplingParams
 from specbatch.config.draft_shape import shape_of
 from specbatch.config.engine_config import Graphs
 from specbatch.models.config import ModelConfig
+from specbatch.models.families import llama
 
 GRAPHS = {
     "eager": Graphs(),
@@ -26,11 +27,12 @@ GRAPHS = {
 }
 MEMORY = ("roomy", "tight", "shared", "no-cache")
 # Trees reserve so many slots that few requests run at a time, and short texts never need another page.
-RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark")
+RETRACTED = ("none", "model", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark", "domino", "lilicorr", "uno")
+RETRACTED += ("xpress",)
 
 # Quick tests have their algorithm, and what is added to it, in other pairs.
 REPEATED = ("eagle3-auto", "peagle-auto", "eagle3-corpus-budget", "mtp-budget", "dflash-budget", "dflash-corpus")
-REPEATED += ("dflash-auto", "dspark-budget")
+REPEATED += ("dflash-auto", "dspark-budget", "lilicorr-auto")
 
 NEW, LONGER = 8, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
@@ -98,6 +100,13 @@ def slots_per_step(algorithm: str = "none", *, draft_steps: int | None = None, *
     return max(shape.tokens + 1, shape.draft_slots)
 
 
+def fits(drafter: str, target: str, ranks: int = 1) -> bool:
+    """Whether a drafter runs with a target: UNO adapts the matrices of dense layers on one device."""
+    if not drafter.startswith("uno"):
+        return True
+    return ranks == 1 and ModelConfig.from_dict(SIZES | (TARGETS | QUANTIZED)[target]).module == llama.__name__
+
+
 only_quick = False  # whether slow cases are deselected, so that they need not be made
 
 
@@ -121,9 +130,11 @@ def cases(schedules: tuple[str, ...], graphs: tuple[str, ...]) -> list[Any]:
         )
         for place in range(max(len(drafters), len(targets)))
     }
+    diagonal = {case if fits(case.drafter, case.target) else replace(case, target="llama") for case in diagonal}
     quick = {case for case in diagonal if case.drafter not in REPEATED}
     axes = drafters, schedules, ("eager", "both"), MEMORY, targets
     slow = set() if only_quick else diagonal | {Case(*values) for values in itertools.product(*axes)}
+    slow = {case for case in slow if fits(case.drafter, case.target)}
     return [
         *(pytest.param(case, id=str(case)) for case in sorted(quick, key=str)),
         *(pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in sorted(slow - quick, key=str)),

@@ -26,10 +26,23 @@ class ChatLogprobs(Strict):
     refusal: list[TokenLogprob] | None = None
 
 
+class Function(Strict):
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"]
+    function: Function
+
+
 class Message(Strict):
     role: Literal["assistant"]
     content: str | None = None
     refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None  # of vLLM, SGLang and DeepSeek's API
 
 
 class ChatChoice(Strict):
@@ -53,10 +66,15 @@ class CompletionChoice(Strict):
     text: str
 
 
+class CompletionTokensDetails(Strict):
+    reasoning_tokens: int | None = None
+
+
 class Usage(Strict):
     completion_tokens: int
     prompt_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class ChatCompletion(Strict):

@@ -113,7 +113,7 @@ def check_model(
     attention = {name for name in found.dequantized if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj")}
     stored = checkpoint.config.quantization
     assert stored is not None
-    stays = keeps or stored.keeps_groups("", torch.device(device))
+    stays = stored.runs_on(torch.device(device)) or stored.keeps_groups("", torch.device(device))
     assert bool(attention) == (stays and model == "next")
     assert not found.dequantized - attention
     ours = logits(found)

@@ -65,6 +65,12 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         **_SIGMOID,
     },
+    "minimax-m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+    },
     "lfm2-moe": {
         "architectures": ["Lfm2MoeForCausalLM"],
         "layer_types": ["conv", "full_attention", "conv", "full_attention"],
@@ -218,7 +224,7 @@ STRENGTHS = {
     "llama": 1.2, "mistral": 1.2, "ministral": 1.2, "gemma3": 0.45, "gemma4": 0.45, "gemma4-moe": 0.45,
     "gemma4-e2b": 0.45, "gpt-oss": 1.6,
     "qwen3-moe": 1.0, "qwen3-next": 2.6, "qwen3.5": 2.8, "qwen3.5-moe": 2.8, "nemotron-h": 1.2,
-    "nemotron-h-moe": 1.9, "lfm2": 1.3, "lfm2-moe": 1.3, "glm4-moe": 1.8, "phi3": 1.2, "drafts": 2.0,
+    "nemotron-h-moe": 1.9, "lfm2": 1.3, "lfm2-moe": 1.3, "glm4-moe": 1.8, "minimax-m2": 1.5, "phi3": 1.2, "drafts": 2.0,
     "recurrent-drafts": 2.0, "other-drafts": 2.0, "deepseek-v2": 0.8, "deepseek-v3": 1.0,
 }  # fmt: skip
 
@@ -471,6 +477,15 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 3},
     "dspark-budget": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 4, "verify_budget": 3},
     "dspark-tree": {"algorithm": "dspark", "draft": "dummy", **_TREE},
+    "domino": {"algorithm": "domino", "draft": "dummy", "draft_tokens": 3},
+    "domino-tree": {"algorithm": "domino", "draft": "dummy", **_TREE},
+    "lilicorr": {"algorithm": "lilicorr", "draft": "dummy", "draft_tokens": 3},
+    "lilicorr-tree": {"algorithm": "lilicorr", "draft": "dummy", **_TREE},
+    "lilicorr-auto": {"algorithm": "lilicorr", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3},
+    "uno": {"algorithm": "uno", "draft": "dummy", "draft_tokens": 3},
+    "uno-tree": {"algorithm": "uno", "draft": "dummy", **_TREE},
+    "xpress": {"algorithm": "xpress", "draft": "dummy", "draft_tokens": 3},
+    "xpress-tree": {"algorithm": "xpress", "draft": "dummy", **_TREE},
     "dspark-block-auto": {
         "algorithm": "dspark", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 3, "verification": "block",
     },

@@ -13,6 +13,22 @@ def weights(stem: str, *names: str) -> set[str]:
     return {f"{stem}{name}.weight" for name in names}
 
 
+LATTICE = {
+    f"lilicorr.{name}.{part}"
+    for name in (
+        *("token_proj", "pass_hidden_proj", "context_proj", "feature_norm", "feature_mlp.up_proj"),
+        *("feature_mlp.down_proj", "factor_input_proj", "out_head", "in_head", "anchor_out_head"),
+        *(f"layers.{index}.{name}" for index in (0, 1) for name in ("attn.out_proj", "mlp.up_proj", "mlp.down_proj")),
+    )
+    for part in ("weight", "bias")
+}
+LATTICE |= {f"lilicorr.{name}" for name in ("slot_embedding", "rank_embedding", "relative_slot_bias", "same_slot_bias")}
+LATTICE |= weights("lilicorr.", "output_norm", "anchor_norm")
+for index in (0, 1):
+    LATTICE |= {f"lilicorr.layers.{index}.attn.in_proj_{part}" for part in ("weight", "bias")}
+    LATTICE |= weights(f"lilicorr.layers.{index}.", "attn_norm", "mlp_norm")
+
+
 class Trained(NamedTuple):
     """recipe: settings of `Recipe`; tensors: names in the file; loss_falls_to: share of the loss at first that is left
     at the end, at most."""
@@ -64,5 +80,24 @@ TRAINED = {
         | weights("markov_head.", "markov_w1", "markov_w2")
         | {"confidence_head.proj.bias"},
         loss_falls_to=0.8,  # that of a confidence head cannot fall to 0
+    ),
+    "domino": Trained(
+        {"draft_layers": 1, "block_size": 4, "gru_size": 12, "correction_rank": 8, "steps": 40},
+        weights("", "fc", "hidden_norm", "norm", "embed_proj.0", "embed_proj.2")
+        | weights("layers.0.", *NORMED)
+        | {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0"},
+    ),
+    "lilicorr": Trained(
+        {"draft_layers": 1, "block_size": 5, "lattice_width": 16, "steps": 40},
+        weights("", "fc", "hidden_norm", "norm") | weights("layers.0.", *NORMED) | LATTICE,
+        loss_falls_to=0.8,  # the head learns from more rows as candidates get better
+    ),
+    "xpress": Trained(
+        {"draft_layers": 1, "block_size": 5, "refiner_rank": 8, "steps": 40},
+        {"xpress_head.mix.L"}
+        | weights("", "fc", "hidden_norm", "norm")
+        | weights("layers.0.", *NORMED)
+        | weights("xpress_head.", "w1", "w2", "down_h", "down_g", "in_proj")
+        | weights("xpress_head.mlp.", "gate_proj", "up_proj", "down_proj"),
     ),
 }

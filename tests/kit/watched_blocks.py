@@ -53,6 +53,7 @@ class Watch:
     def compare(self, texts: list[list[int]], proposal: Proposal, places: list[int]) -> None:
         features, _ = prefill_texts(self.target, [text[:-1] for text in texts])
         for own, text, drafts in zip(features, texts, proposal.tokens[places], strict=True):
+            self.reference.predecessor = text[-2]
             logits = self.reference.logits(own.aux, text[-1], len(drafts), drafts.tolist())
             best = logits.topk(2, -1).values
             clear = best[:, 0] - best[:, 1] > 1e-3
@@ -66,6 +67,7 @@ class WatchTrees(Watch):
         words, hidden = proposal.ancestors, self.reference.hidden
         assert words is not None
         for own, text, place in zip(features, texts, places, strict=True):
+            self.reference.predecessor = text[-2]
             self.reference.hidden = cache(hidden)  # type: ignore[method-assign]
             expected, gap = self.likeliest(own.aux, text[-1])
             self.reference.hidden = hidden  # type: ignore[method-assign]

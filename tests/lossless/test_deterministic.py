@@ -82,6 +82,7 @@ def _engine_cases() -> list[Any]:
     every = [
         Case(drafter, schedule, "eager", memory, target)
         for (drafter, target), (schedule, memory) in zip(itertools.product(drafters, TARGETS), turns, strict=False)
+        if lossless.fits(drafter, target)
     ]
     return [
         *(pytest.param(case, id=str(case)) for case in quick),

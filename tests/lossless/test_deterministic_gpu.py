@@ -34,7 +34,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 RECURRENT = ("qwen3-next", "qwen3.5", "qwen3.5-moe", "nemotron-h", "nemotron-h-moe", "lfm2")
 WINDOWS = ("mistral", "ministral", "gemma3", "gpt-oss")
-OTHERS = ("phi3", "glm4-moe", "gemma4", "gemma4-moe", "lfm2-moe")
+OTHERS = ("phi3", "glm4-moe", "minimax-m2", "gemma4", "gemma4-moe", "lfm2-moe")
 
 
 class Wide(TargetCheckpoint):

@@ -13,6 +13,8 @@ from naive_choice import adjusted, allowed_tokens, completing
 from targets import Targets
 
 from specbatch import SamplingParams
+from specbatch.drafters import xpress
+from specbatch.models.heads.xpress import published_shape
 
 REQUESTS, TOKENS, TOP_K, TEMPERATURE = 800, 3, 3, 1.5
 
@@ -30,6 +32,10 @@ CASES = [
     ("llama", "dflash2"),
     ("llama", "dspark"),
     ("llama", "dspark-budget"),
+    ("llama", "domino"),
+    ("llama", "lilicorr"),
+    ("llama", "uno"),
+    ("llama", "xpress"),
     ("qwen3.5", "mtp-budget"),
     ("llama", "dspark-block-auto"),
     ("qwen3-next", "eagle-tree"),
@@ -48,6 +54,8 @@ CONSTRAINED = [
         ("llama", "model"), ("llama", "dspark"), ("llama", "model-block"), ("qwen3.5", "mtp"), ("llama", "eagle-tree"),
         ("llama", "dflash2"), ("lfm2", "model-tree"), ("llama", "model-budget"), ("llama", "dflash"),
         ("llama", "peagle"), ("llama", "ngram"), ("qwen3.5", "mtp-layers"), ("llama", "model-corpus-auto"),
+        ("llama", "xpress"), ("llama", "lilicorr"), ("llama", "domino"),
+        ("llama", "uno"),
     ]
 ]  # fmt: skip
 # Drafts are chosen from logits that are adjusted, too.
@@ -62,7 +70,8 @@ ADJUSTED = [
     for target, drafter, how in [
         ("llama", "model", {}), ("llama", "eagle3", {}), ("qwen3.5", "mtp", {"regex": REGEX}), ("llama", "dflash2", {}),
         ("llama", "model-block", {"regex": REGEX}), ("llama", "dflash", {}), ("llama", "eagle-tree", {}),
-        ("llama", "dspark", {}), ("llama", "model-budget", {}),
+        ("llama", "dspark", {}), ("llama", "model-budget", {}), ("llama", "xpress", {}),
+        ("llama", "lilicorr", {}), ("llama", "domino", {}),
     ]
 ]  # fmt: skip
 
@@ -74,6 +83,16 @@ ADJUSTED = [
 def test_sampled_tokens_follow_the_target_distribution(
     targets: Targets, target: str, drafter: str, how: dict[str, Any]
 ) -> None:
+    check_distribution(targets, target, drafter, how)
+
+
+def test_a_refiner_may_stop_before_its_choices_settle(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three drafts, one pass of XPress settles the first."""
+    monkeypatch.setattr(xpress, "published_shape", lambda target: published_shape(target) | {"xpress_num_passes": 1})
+    check_distribution(targets, "llama", "xpress", {})
+
+
+def check_distribution(targets: Targets, target: str, drafter: str, how: dict[str, Any]) -> None:
     engine = targets.engine(target, drafter, max_running=400, **settings_of(target, drafter))
     prompt = targets.prompts(target)[4]
     params = [

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
-from lossless import LONGER, Case, target_logits
+from lossless import LONGER, Case, fits, target_logits
 from naive_choice import allowed_tokens, chosen
 from on_host import match_on_host
 from stand_ins import fake_graphs, late_results, random_draft_lengths
@@ -34,7 +34,7 @@ _SCHEDULES, _MEMORY = ("v2", "v1", "v2-late"), ("roomy", "tight", "no-cache")
 
 
 def _cases() -> list[Any]:
-    pairs = [(drafter, target) for target in ("llama", "qwen3.5") for drafter in SPECULATIONS]
+    pairs = [(drafter, target) for target in ("llama", "qwen3.5") for drafter in SPECULATIONS if fits(drafter, target)]
     chosen = [
         Case(drafter, _SCHEDULES[place % 3], ("both", "eager")[place % 2], _MEMORY[place // 3 % 3], target)
         for place, (drafter, target) in enumerate(pairs)

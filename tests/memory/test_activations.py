@@ -82,7 +82,21 @@ def test_prefill_activations_match_the_plan(
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["none", "eagle", "eagle3", "mtp", "dflash", "dflash2", "dspark", "model-tree", "mtp-layers"]
+    "algorithm",
+    [
+        "none",
+        "eagle",
+        "eagle3",
+        "mtp",
+        "dflash",
+        "dflash2",
+        "dspark",
+        "domino",
+        "lilicorr",
+        "xpress",
+        "model-tree",
+        "mtp-layers",
+    ],
 )
 @pytest.mark.parametrize("name", ["qwen3-next", pytest.param("lfm2", marks=pytest.mark.slow)])
 def test_drafter_activations_match_the_plan(

@@ -1,4 +1,4 @@
-"""Qwen3.5 checkpoints with a vision part: the text part is read, and the log names what is skipped."""
+"""Checkpoints with a vision part: the text part is read, and the log names what is skipped."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 import transformers as hf
+from quantized_weights import FORMATS
+from safetensors.torch import load_file, save_file
 from uncached import decoder_of, logits_of
 
+from specbatch.models.config import ModelConfig
+from specbatch.models.formats.int4 import Int4Weights
+from specbatch.runtime.loader import kept_quantized
 from specbatch.weights import open_checkpoint
 
 TEXT: dict[str, Any] = {
@@ -45,3 +50,44 @@ def test_outer_tied_embeddings_and_partial_rotary_yarn(tmp_path: Path) -> None:
     with torch.no_grad():
         wanted = theirs(tokens[None]).logits[0]
     torch.testing.assert_close(logits_of(decoder_of(checkpoint), tokens), wanted, rtol=1e-3, atol=1e-4)
+
+
+LATENT: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+
+
+def test_kimi_k25(tmp_path: Path) -> None:
+    """In the names of the published files; transformers 5.23 writes `blocks` for the layers of the text part, as of the
+    vision part."""
+    torch.manual_seed(1)
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = hf.DeepseekV3Config(**LATENT).to_dict()
+    model = hf.Kimi_K25ForConditionalGeneration(
+        hf.Kimi_K25Config(text_config=text, vision_config=vision | {"patch_size": 4})
+    )
+    model.eval().float().save_pretrained(tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    found = {name.replace("language_model.model.blocks", "language_model.model.layers"): found[name] for name in found}
+    save_file(found | {"language_model.lm_head.weight": model.lm_head.weight.detach()}, tmp_path / "model.safetensors")
+    described = json.loads((tmp_path / "config.json").read_text())
+    described["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    described |= {"architectures": ["KimiK25ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    lines: list[str] = []
+    checkpoint = open_checkpoint(str(tmp_path), log=lines.append)
+    assert any("not used for text and not read, such as mm_projector." in line for line in lines)
+    tokens = torch.randint(0, 61, (20,))
+    with torch.no_grad():
+        wanted = model(tokens[None]).logits[0]
+    torch.testing.assert_close(logits_of(decoder_of(checkpoint), tokens), wanted, rtol=1e-3, atol=1e-4)
+
+    described["text_config"]["quantization_config"] = FORMATS["symmetric"][0] | {"ignore": ["re:.*self_attn.*"]}
+    config = ModelConfig.from_dict(described)
+    assert isinstance(config.quantization, Int4Weights)
+    kept = kept_quantized(config, torch.device("cuda"))
+    assert "language_model.model.layers.1.mlp.experts.0.up_proj.weight" in kept
+    assert not any("self_attn" in name for name in kept)

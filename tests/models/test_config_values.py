@@ -20,9 +20,12 @@ from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
+from specbatch.models.heads.domino import DominoConfig
 from specbatch.models.heads.draft_head import layer_config
 from specbatch.models.heads.dspark import DSparkConfig
 from specbatch.models.heads.eagle3 import Eagle3Config
+from specbatch.models.heads.lilicorr import LiLiCorrConfig
+from specbatch.models.heads.xpress import XPressConfig
 from specbatch.weights.folder import check_tensors
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}
@@ -31,6 +34,13 @@ DFLASH = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_tar
 DFLASH2 = {"architectures": ["DFlash2DraftModel"], "conv_kernel_size": 2, "conv_group_size": 8}
 DFLASH2 |= {"selector_rank": 6, "selector_top_k": 5}
 DSPARK = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "enable_confidence_head": True}
+DOMINO = {"projector_type": "domino", "pure_draft_prefix_len": 1, "gru_hidden_dim": 6, "emb_dim": 5}
+DOMINO |= {"shift_label": True}
+LILICORR = {"architectures": ["LiLiCorrDraftModel"], "lilicorr_candidate_topk": 4, "lilicorr_hidden_size": 12}
+LILICORR |= {"lilicorr_num_layers": 1, "lilicorr_num_heads": 2, "lilicorr_mlp_ratio": 1.5, "lilicorr_factor_dim": 6}
+LILICORR |= {"lilicorr_vector_eps": 1e-4, "lilicorr_logit_scale": 3.0}
+XPRESS = {"architectures": ["Qwen3XPressModel"], "xpress_rank": 6, "xpress_topc": 5}
+READS = {"mask_token_id": 3, "target_layer_ids": [1, 2]}
 SLIDING = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
 NESTED = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
 INNER = SIZES | {"model_type": "qwen3"}
@@ -52,8 +62,11 @@ READERS: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]] = {
         | {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2, 5], "mask_token_id": 3}
         | {"draft_vocab_size": 9, "transformer_layer_config": INNER},
     ),
-    "dflash2": (DFlash2Config.from_dict, SIZES | DFLASH | DFLASH2 | {"mask_token_id": 3, "target_layer_ids": [1, 2]}),
-    "dspark": (DSparkConfig.from_dict, SIZES | DFLASH | DSPARK | {"mask_token_id": 3, "target_layer_ids": [1, 2]}),
+    "dflash2": (DFlash2Config.from_dict, SIZES | DFLASH | DFLASH2 | READS),
+    "dspark": (DSparkConfig.from_dict, SIZES | DFLASH | DSPARK | READS),
+    "domino": (DominoConfig.from_dict, SIZES | DFLASH | {"dflash_config": READS | DOMINO}),
+    "lilicorr": (LiLiCorrConfig.from_dict, SIZES | DFLASH | LILICORR | READS),
+    "xpress": (XPressConfig.from_dict, SIZES | DFLASH | XPRESS | READS),
     "eagle": (layer_config, SIZES | {"architectures": ["LlamaForCausalLMEagle"]}),
     "eagle3": (
         Eagle3Config.from_dict,
@@ -139,12 +152,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3-next", {"linear_conv_kernel_dim": 18}, "linear_conv_kernel_dim=18: .* a whole number from 2 up to 17"),
     ("qwen3-next", {"layer_types": None, "full_attention_interval": 0}, "full_attention_interval=0"),
     ("qwen3-next", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "rope_parameters.partial_rotary_factor=1.5"),
-    ("qwen3.5", {"attention_bias": True}, "attention_bias=True: .* biases are not supported"),
     ("qwen3.5-vl", {"text_config": [3]}, r"text_config=\[3\]: the config must give a table"),
     ("nemotron-h", {"n_groups": 3}, "n_groups=3: it must divide mamba_num_heads=4"),
     ("nemotron-h", {"conv_kernel": 1}, "conv_kernel=1: .* a whole number from 2 up to 17"),
     ("nemotron-h", {"use_conv_bias": "no"}, "use_conv_bias='no'"),
-    ("nemotron-h", {"time_step_limit": [0.0, 0.1]}, "time_step_limit=.*a limit .* not supported"),
+    ("nemotron-h", {"mamba_proj_bias": True}, "mamba_proj_bias=True: biases are supported in Mamba2 layers"),
+    ("nemotron-h-moe", {"mlp_bias": True}, "mlp_bias=True: .* dense MLPs .mlp_bias without experts"),
     ("nemotron-h", {"time_step_limit": [0.0, {"x": 1}]}, "time_step_limit=.*must list two numbers"),
     ("nemotron-h-moe", {"routed_scaling_factor": "a"}, "routed_scaling_factor='a': the config must give"),
     ("nemotron-h-moe", {"n_group": "x"}, "n_group='x'"),
@@ -198,7 +211,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
     ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0: .* 7.0"),
     ("gpt-oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0: .* 1.702"),
-    ("gpt-oss", {"quantization_config": FP8}, "quantization_config=.FP8.: the experts of gpt-oss"),
     ("gemma4-e2b", {"vocab_size_per_layer_input": 36}, "vocab_size_per_layer_input=36: .*vocab_size=37"),
     ("gemma4-e2b", {"num_kv_shared_layers": 3}, "num_kv_shared_layers=3: .*'full_attention' to share"),
     ("gemma4-e2b", {"num_kv_shared_layers": 5}, "num_kv_shared_layers=5: .*'sliding_attention' to share"),
@@ -206,7 +218,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma4-moe", {"top_k_experts": 6}, "top_k_experts=6: there are 5 experts"),
     ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all'.*'vision'"),
     ("gemma4", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
-    ("gemma4", {"num_global_key_value_heads": 3}, "num_global_key_value_heads=3: num_key_value_heads=2"),
+    ("gemma4", {"num_global_key_value_heads": 3}, "num_global_key_value_heads=3: it must divide"),
     ("gemma4", {"head_dim": 15}, "head_dim=15: .*even"),
     ("gemma4", {"per_layer_config": {"1": {"head_dim": 32}}}, "per_layer_config=.* layers, 1, 3, with"),
     ("gemma4", {"per_layer_config": {"1": {"window": 3}, "3": {"window": 3}}}, "per_layer_config.window=3"),
@@ -241,6 +253,9 @@ def test_defaults_of_missing_values() -> None:
     assert read("nemotron-h-moe", routed_scaling_factor=None).mixture.scale == 1.0
     assert read("nemotron-h", time_step_limit=[0.0, {"__float__": "Infinity"}]) == read("nemotron-h")
     assert read("nemotron-h", time_step_limit=[0, float("inf")]) == read("nemotron-h")
+    assert read("nemotron-h").note is None
+    note = "time_step_limit=[0.0, 0.1] of the config is not applied, as in transformers and vLLM"
+    assert read("nemotron-h", time_step_limit=[0.0, 0.1]).note == note
     assert read("lfm2", tie_word_embeddings=None, tie_embedding=None).tie_embeddings
     assert not read("lfm2", tie_word_embeddings=None, tie_embedding=False).tie_embeddings
     assert read("lfm2", conv_L_cache=17).taps == 17

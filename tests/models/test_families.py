@@ -15,8 +15,9 @@ from crossed import first_quick, slow_but
 from safetensors.torch import load_file, save_file
 from targets import SIZES as TARGET_SIZES
 from targets import TARGETS
+from thread_ranks import on_ranks
 from transformers_features import YARN_MSCALE
-from uncached import decoder_of, features_of
+from uncached import decoder_of, features_of, logits_of
 
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata, PromptChunk, positions_from
 from specbatch.core.embedded_prompt import EmbeddingOverrides
@@ -107,6 +108,9 @@ DENSE: dict[str, Callable[[], Any]] = {
     "gemma4-shared-values": lambda: gemma4(
         attention_k_eq_v=True, num_global_key_value_heads=1, global_head_dim=32, final_logit_softcapping=None
     ),
+    "gemma4-kv-heads": lambda: gemma4(
+        attention_k_eq_v=True, num_attention_heads=12, num_key_value_heads=4, num_global_key_value_heads=6
+    ),
     "gemma4-wide-local": lambda: gemma4(head_dim=32, attention_bias=True, tie_word_embeddings=False),
     "gemma4-e2b": lambda: gemma4(
         **PER_LAYER,
@@ -144,6 +148,9 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
         hf.Qwen3MoeConfig(**SIZES, **MOE, norm_topk_prob=False, decoder_sparse_step=2)
     ),
     "qwen3-next": lambda: hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**SIZES, **DELTA, **SHARED, norm_topk_prob=True)),
+    "qwen3-next-biases": lambda: hf.Qwen3NextForCausalLM(
+        hf.Qwen3NextConfig(**SIZES, **DELTA, **SHARED, attention_bias=True)
+    ),
     "qwen3.5": lambda: hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**SIZES, **DELTA)),
     "qwen3.5-moe": lambda: hf.Qwen3_5MoeForCausalLM(
         hf.Qwen3_5MoeTextConfig(**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, **DELTA, **SHARED)
@@ -169,6 +176,11 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
             rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.8},
         )
     ),
+    "glm4-moe-lite": lambda: glm_lite(),
+    "minimax-m2": lambda: minimax(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
+    "minimax-m2-whole-rope": lambda: minimax(num_key_value_heads=1),
     "gemma4-moe": lambda: gemma4(
         enable_moe_block=True,
         num_experts=5,
@@ -183,6 +195,7 @@ FAMILIES: dict[str, Callable[[], Any]] = DENSE | {
     "glm4-moe": lambda: glm(attention_bias=True, use_qk_norm=True, n_group=4, topk_group=2, first_k_dense_replace=1),
     "glm4-moe-plain": lambda: glm(n_shared_experts=2, norm_topk_prob=False, first_k_dense_replace=0),
     "nemotron-h": lambda: nemotron(**MAMBA),
+    "nemotron-h-biases": lambda: nemotron(**MAMBA, use_bias=True, mlp_bias=True, time_step_limit=(0.3, 0.6)),
     "nemotron-h-moe": lambda: nemotron(**SIGMOID),
     "lfm2": lambda: hf.Lfm2ForCausalLM(hf.Lfm2Config(**NO_EPS, **LFM, conv_bias=False)),
     "lfm2-moe": lambda: lfm_moe(),
@@ -255,6 +268,22 @@ def glm(**changes: Any) -> Any:
     model = hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**described))
     for layer in model.model.layers[described["first_k_dense_replace"] :]:
         layer.mlp.gate.e_score_correction_bias.normal_()
+    return model
+
+
+def glm_lite(**changes: Any) -> Any:
+    own = {"q_lora_rank": 20, "n_shared_experts": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-3}
+    model = hf.Glm4MoeLiteForCausalLM(hf.Glm4MoeLiteConfig(**LATENT | own | changes))
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.e_score_correction_bias.normal_()
+    return model
+
+
+def minimax(**changes: Any) -> Any:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24}
+    model = hf.MiniMaxM2ForCausalLM(hf.MiniMaxM2Config(**SIZES | experts | changes))
+    for layer in model.model.layers:
+        layer.mlp.e_score_correction_bias.normal_()
     return model
 
 
@@ -539,3 +568,29 @@ def test_weights_of_padded_norms_are_not_rounded_again(tmp_path: Path) -> None:
     found = local.heads.k_norm
     assert found is not None
     assert torch.allclose(found[found != 0].double(), weight * (16 / 24) ** 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma4-kv-heads", "nemotron-h-biases", "qwen3-next-biases", "minimax-m2", "minimax-m2-whole-rope"]
+)
+def test_biases_and_norms_and_repeated_heads_on_two_ranks(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    theirs = FAMILIES[name]().eval().float()
+    with torch.no_grad():
+        for key, parameter in theirs.named_parameters():
+            if "bias" in key:
+                parameter.uniform_(0.5, 1.5)
+    theirs.save_pretrained(tmp_path)
+    checkpoint, tokens = open_checkpoint(str(tmp_path)), sequences(9)[0]
+    whole = logits_of(decoder_of(checkpoint), tokens)
+    for part in on_ranks(2, lambda ranks: logits_of(decoder_of(checkpoint, ranks=ranks), tokens)):
+        torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_defaults_of_glm4_moe_lite() -> None:
+    described = hf.Glm4MoeLiteConfig(n_shared_experts=1).to_dict() | {"architectures": ["Glm4MoeLiteForCausalLM"]}
+    stated = ("q_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_group", "topk_group", "routed_scaling_factor")
+    less = {key: value for key, value in described.items() if key not in (*stated, "mlp_layer_types")}
+    found = ModelConfig.from_dict(less)
+    assert found == ModelConfig.from_dict(described)
+    assert getattr(found, "dense_layers", None) == 1

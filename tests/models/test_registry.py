@@ -23,6 +23,9 @@ def test_dense_families(config: dict[str, Any]) -> None:
         ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", "Qwen3NextConfig"),
         ("Gemma4ForConditionalGeneration", "gemma4", "Gemma4Config"),
         ("Lfm2ForCausalLM", "lfm2", "Lfm2Config"),
+        ("DeepseekV3ForCausalLM", "kimi_k2", "DeepseekConfig"),
+        ("Glm4MoeLiteForCausalLM", "glm4_moe_lite", "DeepseekConfig"),
+        ("KimiK25ForConditionalGeneration", "kimi_k25", "DeepseekConfig"),
     ],
 )
 def test_families_with_a_config_of_their_own(architecture: str, model_type: str, name: str) -> None:
@@ -57,6 +60,24 @@ def test_other_models_are_refused(config: dict[str, Any], named: str) -> None:
     assert own_reader(config) is None
     with pytest.raises(SpecbatchError, match=named):
         dense_family(config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "part"),
+    [
+        ("DeepseekV32ForCausalLM", "deepseek_v32", "sparse attention, for which an indexer chooses the keys"),
+        ("DeepseekV4ForCausalLM", "deepseek_v4", "attention to compressed keys, and hyper-connections"),
+        ("GlmMoeDsaForCausalLM", "glm_moe_dsa", "sparse attention"),
+        ("KimiLinearForCausalLM", "kimi_linear", "linear attention with a decay per channel"),
+        ("MiniMaxM1ForCausalLM", "minimax_m1", "lightning attention"),
+        ("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", "sparse attention"),
+    ],
+)
+def test_known_models_are_refused_with_the_missing_part(architecture: str, model_type: str, part: str) -> None:
+    for config in ({"architectures": [architecture], "model_type": model_type}, {"model_type": model_type}):
+        assert own_reader(config) is None
+        with pytest.raises(SpecbatchError, match=f"such models need {part}.*which this engine does not have"):
+            dense_family(config)
 
 
 def test_a_family_with_its_own_config_refuses_another_model_type() -> None:

@@ -68,12 +68,24 @@ ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "others extend it": tuple(
             f"specbatch/{folder}/{name}.py"
             for folder in ("drafters", "models/heads", "training")
-            for name in ("dflash2", "dspark")
+            for name in ("dflash2", "dspark", "domino", "lilicorr", "xpress")
         ),
         "keys of config.json": ("specbatch/drafters/peagle.py",),
         "a benchmark": MICROBENCHMARKS,
     },
-    "dspark": {"keys of config.json": ("specbatch/models/heads/dflash.py",)},
+    "dflash2": {
+        "LiLiCorr may have its convolutions": (
+            "specbatch/drafters/lilicorr.py",
+            "specbatch/models/heads/lilicorr.py",
+        ),
+    },
+    "uno": {"an option of git": ("specbatch/records/provenance.py",)},
+    "dspark": {
+        "keys of config.json": ("specbatch/models/heads/dflash.py",),
+        "others choose one after the other as it does": tuple(
+            f"specbatch/{folder}/{name}.py" for folder in ("drafters", "models/heads") for name in ("domino", "xpress")
+        ),
+    },
 }
 # Family -> the same.
 FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
@@ -82,7 +94,7 @@ FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
             f"specbatch/{name}.py"
             for name in (
                 "models/heads/dflash", "models/heads/dflash2", "models/heads/draft_head", "models/heads/eagle",
-                "models/heads/eagle3", "training/eagle", "training/eagle3",
+                "models/heads/eagle3", "models/heads/uno", "training/eagle", "training/eagle3",
             )
         ),
         "the dense families share a config": ("specbatch/models/config.py", "specbatch/models/layer_types.py"),
@@ -124,6 +136,7 @@ FORMAT_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "GEMMs of experts": ("kernels/moe/experts_triton.py",),
         "the experts of gpt-oss": ("specbatch/models/families/gpt_oss.py",),
         "experts of GGUF files": ("specbatch/models/gguf_layout.py", "specbatch/weights/gguf_tensors.py"),
+        "matrices that are no experts of gpt-oss": ("specbatch/models/formats/fp4.py",),
         "a benchmark": ("sweeps/microbench/moe.py",),
     },
 }  # fmt: skip

@@ -21,6 +21,7 @@ CHOSEN_IN: dict[str, tuple[str, ...]] = {
         "evals/few_shot.py", "evals/grid_table.py", "evals/lm_eval_files.py", "sweeps/bench/limits.py",
         "sweeps/bench/one_batch.py", "sweeps/bench/sections.py", "sweeps/microbench/acceptance.py",
         "sweeps/report/acceptance.py", "sweeps/report/serving.py", "sweeps/report/tables.py",
+        "specbatch/records/reasoning.py",
     ),
     "lines of a summary": (
         "evals/report.py", "specbatch/cli/generate.py", "specbatch/engine/trace.py", "sweeps/check/server_report.py",

@@ -177,3 +177,68 @@ def test_histograms_end_with_the_most_drafts_that_were_accepted(histogram, verif
     accepted = sum(place * count for place, count in enumerate(histogram))
     add_verifies(metrics, Drafting("SGLang", verifies, accepted, proposed, histogram), max_tokens=9, ended_early=True)
     assert metrics.untrimmed_histogram == counts
+
+
+class Ends:
+    """Reasoning that token 8 ends."""
+
+    last = frozenset({8})
+
+    def ends(self, tokens, start):
+        return tokens[-1] == 8
+
+    def is_open(self, prompt, output):
+        return True
+
+
+@pytest.mark.parametrize("reasoned", [1, 4, 7, 20])
+def test_parts_of_servers_count_as_this_engine_does(reasoned):
+    """Of 20 tokens so many are reasoning."""
+    steps = [Step(4, 4), Step(4, 0), Step(4, 2), Step(4, 1), Step(4, 4), Step(4, 3)]
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    request = Request(0, PROMPT, params, end_tokens=frozenset(), decode=lambda ids: "", submitted=0.0, reasoning=Ends())
+    tokens = [8 if n == reasoned else 9 for n in range(1, 21)]
+    request.append(tokens[:1], 1.0)
+    for step in steps:
+        at = request.generated
+        request.count_verify(request.append(tokens[at : at + 1 + step.accepted], 2.0), 4, step.accepted, DEPTH)
+    own = request.completion(3.0).metrics
+    found = {f"per_step_{name}": [getattr(step, name) for step in steps] for name in ("accepted", "drafted")}
+    found |= {"num_spec_steps": 6, "num_accepted_draft_tokens": 14, "num_draft_tokens": 24}
+    answer = Answer(0, PROMPT, 0.0, 20)
+    usage = {"completion_tokens": 20, "completion_tokens_details": {"reasoning_tokens": reasoned}}
+    answer.take({"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}], "usage": usage}, 1.0)
+    answer.take({"choices": [], "metrics": {"speculative_decoding": found}}, 2.0)
+    theirs = answer.completion().metrics
+    for part in ("reasoning", "answer"):
+        for name in ("verifies", "emitted", "drafted", "accepted"):
+            assert getattr(theirs, f"{part}_{name}") == getattr(own, f"{part}_{name}"), (part, name)
+    assert theirs.reasoning_tokens == own.reasoning_tokens == reasoned
+    assert theirs.reasoning_emitted + theirs.answer_emitted == 19
+
+
+@pytest.mark.parametrize(
+    ("usages", "tokens"),
+    [
+        ([1, 4, 9], 4),  # in each chunk: what had arrived with the last chunk of reasoning
+        ([None, None, 9], 0),
+        ([None, None, {"completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 5}}], 5),
+        ([None, None, {"completion_tokens": 9, "reasoning_tokens": 5}], 5),  # SGLang
+        ([1, 4, {"completion_tokens": 9, "completion_tokens_details": {"reasoning_tokens": 0}}], 4),
+        ([1, 4, {"completion_tokens": 9, "completion_tokens_details": None}], 4),
+    ],
+)
+def test_reasoning_tokens_of_a_server(usages, tokens):
+    answer = Answer(0, PROMPT, 0.0, 20)
+    deltas = [{"reasoning": "a"}, {"reasoning_content": "b"}, {"content": "c"}]
+    for delta, usage in zip(deltas, usages, strict=True):
+        reason = "stop" if "content" in delta else None
+        counts = {"completion_tokens": usage} if isinstance(usage, int) else usage
+        answer.take({"choices": [{"delta": delta, "finish_reason": reason}], "usage": counts}, 1.0)
+    answer.check()
+    assert answer.completion().metrics.reasoning_tokens == tokens
+
+
+def test_more_reasoning_than_tokens_is_refused():
+    with pytest.raises(Failed, match="usage has 9 reasoning_tokens of 5 completion_tokens"):
+        Answer(0, PROMPT, 0.0, 20).take({"usage": {"completion_tokens": 5, "reasoning_tokens": 9}}, 1.0)

@@ -239,6 +239,48 @@ def test_tool_calls_need_a_template_that_renders_them(tmp_path: Path, backend: B
         Prompt(1, "messages", messages).encode(tokenizer, chat_template=False)
 
 
+def test_arguments_are_texts_where_the_template_fails_with_objects(tmp_path: Path, backend: Backend) -> None:
+    template = "{% for m in messages %}{{ '' + m.tool_calls[0].function.arguments }}{% endfor %}"
+    calls = [{"function": {"arguments": {"a": "é"}}}]
+    tokenizer = Tokenizer.from_folder(write(tmp_path / "a", backend, chat_template=template))
+    assert tokenizer.apply_chat_template([{"role": "assistant", "tool_calls": calls}]) == '{"a": "é"}'
+    with pytest.raises(SpecbatchError, match="can only concatenate str"):  # the reason of the usual form
+        tokenizer.apply_chat_template([{"role": "assistant", "tool_calls": [*calls]}, {"role": "user"}])
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_template_for_tools(tmp_path: Path, backend: Backend, in_files: bool) -> None:
+    """Some models, such as Hermes 2 Pro and Hermes 3, have one of its own."""
+    templates = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools | length }}<tool_call></tool_call>"}
+    named = [{"name": name, "template": text} for name, text in templates.items()]
+    config = {"tokenizer_config": {"chat_template": named}}
+    folder = write(tmp_path / "a", backend, **({"chat_template": templates["default"]} if in_files else config))
+    if in_files:
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(templates["tool_use"])
+    tokenizer = Tokenizer.from_folder(folder)
+    messages = [{"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(messages) == "x"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert tokenizer.apply_chat_template(messages, tools=tools) == "1<tool_call></tool_call>"
+    assert (tokenizer.chat_template, tokenizer.tool_template) == tuple(templates.values())
+
+
+def test_tools_need_a_template_that_shows_them(tmp_path: Path, backend: Backend) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    tokenizer = Tokenizer.from_folder(write(tmp_path / "a", backend, chat_template="{{ tools | tojson }}"))
+    assert tokenizer.apply_chat_template([], tools=tools) == '[{"type": "function", "function": {"name": "f"}}]'
+    assert tokenizer.apply_chat_template([]) == "null"
+    other = Tokenizer.from_folder(write(tmp_path / "b", backend, chat_template="{{ tools_of }}x"))
+    assert other.apply_chat_template([], tools=[]) == "x"
+    with pytest.raises(
+        SpecbatchError, match=r'^tools=\["f"\]: the chat template of b does not show tools to the model'
+    ):
+        other.apply_chat_template([], tools=tools)
+    with pytest.raises(SpecbatchError, match=r'^tools=\["f"\]: only a chat template shows tools'):
+        Prompt(1, "messages", [{"role": "user", "content": "x"}]).encode(tokenizer, chat_template=False, tools=tools)
+
+
 def test_folders_without_a_readable_tokenizer(tmp_path: Path, backend: Backend) -> None:
     with pytest.raises(SpecbatchError, match="the folder has no tokenizer"):
         Tokenizer.from_folder(tmp_path)

@@ -18,6 +18,9 @@ WEIGHTS = {
     "eagle3": ["midlayer.hidden_norm.weight", "lm_head.weight", "fc.weight", "midlayer.mlp.up_proj.weight"],
     "dflash": ["fc.weight", "hidden_norm.weight", "layers.1.self_attn.k_proj.weight", "layers.0.mlp.up_proj.weight"],
     "dspark": ["markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj.weight"],
+    "domino": ["prefix_gru.weight_hh_l0", "embed_proj.2.weight"],
+    "lilicorr": ["lilicorr.layers.1.attn.in_proj_weight", "lilicorr.rank_embedding", "lilicorr.out_head.bias"],
+    "xpress": ["xpress_head.w1.weight", "xpress_head.mix.L"],
     "mtp": ["mtp.fc.weight", "mtp.layers.0.input_layernorm.weight"],
     "standalone": ["model.layers.3.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"],
 }

@@ -63,7 +63,18 @@ def test_configs_hold_the_keys_that_readers_need(trained):
     assert (dflash2["architectures"], dflash2["block_size"]) == (["DFlash2DraftModel"], 5)
     own = {"conv_kernel_size": 2, "conv_group_size": 1, "selector_rank": 6, "selector_top_k": 16}
     assert dflash2["dflash_config"] == dflash["dflash_config"] | own
-    for config in (first, parallel, eagle, dflash, dflash2, dspark):
+    domino, lilicorr, xpress = (
+        json.loads((trained[name][0] / "config.json").read_text()) for name in ("domino", "lilicorr", "xpress")
+    )
+    assert (domino["architectures"], domino["block_size"]) == (["DFlashDraftModel"], 4)
+    own = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": True}
+    assert domino["dflash_config"] == dflash["dflash_config"] | own | {"gru_hidden_dim": 12, "emb_dim": 8}
+    assert (lilicorr["architectures"], lilicorr["block_size"]) == (["LiLiCorrDraftModel"], 5)
+    own = {"lilicorr_hidden_size": 16, "lilicorr_candidate_topk": 8, "lilicorr_logit_scale": 8.0}
+    assert lilicorr["dflash_config"] == lilicorr["dflash_config"] | dflash["dflash_config"] | own
+    assert (xpress["architectures"], xpress["block_size"]) == (["Qwen3XPressModel"], 5)
+    assert (xpress["xpress_rank"], xpress["xpress_mlp_hidden"], xpress["xpress_num_passes"]) == (8, 16, 6)
+    for config in (first, parallel, eagle, dflash, dflash2, dspark, domino, lilicorr, xpress):
         assert (config["rope_theta"], config["head_dim"], config["vocab_size"]) == (500.0, DIM, VOCABULARY)
 
 
@@ -240,7 +251,7 @@ def test_shallow_target_uses_its_lowest_layers(target):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "peagle", "dflash", "dflash2", "dspark", "xpress"])
 def test_target_of_one_layer_is_refused(target, examples, algorithm):
     with pytest.raises(SpecbatchError, match=f"^algorithm='{algorithm}': .* has one layer .*; use mtp$"):
         make_head(Recipe(algorithm=algorithm), with_layers(target, 1), examples, 0)

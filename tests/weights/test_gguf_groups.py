@@ -18,10 +18,12 @@ from specbatch.runtime.loader import kept_groups, weight_bytes
 from specbatch.weights import open_checkpoint
 from specbatch.weights.gguf_groups import grouped_bytes, grouped_weight, has_groups
 from specbatch.weights.gguf_header import GgufTensor
+from specbatch.weights.gguf_tensors import dequantize_tensor
 
 Make = Callable[..., Any]
 CPU = torch.device("cpu")
-HALVES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}  # bytes of float16 numbers in a block; else 0 and 2
+HALVES = {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "NVFP4": ()}
+# Bytes of float16 numbers in a block; else 0 and 2.
 
 
 def random_tensor(kind: str, out: int = 10, inputs: int = 512) -> GgufTensor:
@@ -35,7 +37,7 @@ def random_tensor(kind: str, out: int = 10, inputs: int = 512) -> GgufTensor:
     return GgufTensor("weight", quantized, (out, inputs), data)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "NVFP4"])
 def test_values_are_those_of_the_gguf_package(kind: str) -> None:
     tensor = random_tensor(kind)
     assert has_groups(tensor)
@@ -48,6 +50,14 @@ def test_values_are_those_of_the_gguf_package(kind: str) -> None:
         # 10 outputs are a tile of 32.
         held = sum(part.nbytes for part in vars(layer).values() if isinstance(part, torch.Tensor))
         assert held == grouped_bytes(tensor) * 32 // 10
+
+
+def test_scale_of_a_matrix_in_nvfp4() -> None:
+    tensor = random_tensor("NVFP4")
+    scaled = tensor._replace(scale=np.array([0.3], np.float32))
+    expected = dequantize_tensor(scaled)
+    assert torch.equal(expected, dequantize_tensor(tensor) * torch.tensor(0.3))
+    torch.testing.assert_close(grouped_weight(scaled).dequantize(torch.float32), expected, rtol=2e-7, atol=0)
 
 
 def test_other_types_have_no_groups() -> None:

@@ -68,9 +68,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECBATCH_CACHE", str(tmp_path / "cache"))
 
 
-def made(arch: str) -> Any:
+def made(arch: str, model: Any = None) -> Any:
     torch.manual_seed(5)
-    model = MODELS[arch]().eval().float()
+    model = (MODELS[arch]() if model is None else model).eval().float()
     with torch.no_grad():
         for one in [*model.parameters(), *model.buffers()]:
             if one.dim() == 1 and len(one) != 8 and len(one) != 4:  # no rope frequencies
@@ -111,6 +111,25 @@ def stored(arch: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return found
 
 
+def quantized(values: Any, kind: GGMLQuantizationType) -> Any:
+    """Bytes [..., n]. gguf 0.19.0 dequantizes NVFP4 and does not quantize to it."""
+    if kind != GGMLQuantizationType.NVFP4:
+        return gguf.quants.quantize(values, kind)
+    form = gguf.quants.NVFP4
+    groups = values.reshape(-1, 4, 16)
+    scales = form.fp32_to_ue4m3(np.abs(groups).max(-1) / 6)
+    steps = np.maximum(form.ue4m3_to_fp32(scales), 1e-9)[..., None, None]
+    bits = np.abs(groups[..., None] / steps - np.array(form.kvalues)).argmin(-1).astype(np.uint8)
+    packed = (bits[..., :8] | bits[..., 8:] << 4).reshape(-1, 32)
+    return np.concatenate([scales, packed], 1).reshape(*values.shape[:-1], -1)
+
+
+def is_quantized(name: str, kind: GGMLQuantizationType) -> bool:
+    """Whether `write` quantizes a tensor: those of experts, and in NVFP4 queries, too."""
+    ends = ("_exps.weight", *["attn_q.weight"] * (kind == GGMLQuantizationType.NVFP4))
+    return kind != GGMLQuantizationType.F32 and name.endswith(ends)
+
+
 def write(
     path: Path,
     arch: str,
@@ -119,7 +138,7 @@ def write(
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     **changes: Any,
 ) -> str:
-    """kind: of the experts."""
+    """kind: see `is_quantized`."""
     rope, experts = config.rope_parameters, tensors["blk.1.ffn_gate_exps.weight"]
     keys: dict[str, Any] = {
         "block_count": 2, "context_length": 512, "embedding_length": 64, "feed_forward_length": 96,
@@ -146,8 +165,8 @@ def write(
             writer.add_key_value(f"{arch}.{key}", value, gguf.GGUFValueType.get_type(value))
     for name, tensor in tensors.items():
         values = np.ascontiguousarray(tensor.detach().numpy())
-        if name.endswith("_exps.weight") and kind != GGMLQuantizationType.F32:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        if is_quantized(name, kind):
+            writer.add_tensor(name, quantized(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, values)
     writer.write_header_to_file()
@@ -187,6 +206,35 @@ def test_quantized_experts(tmp_path: Path) -> None:
         assert isinstance(checkpoint.config.quantization, Mxfp4Weights) == (arch == "gpt-oss")
         assert plain.config.quantization is None
         torch.testing.assert_close(logits(checkpoint), logits(plain), rtol=0, atol=1e-6)
+
+
+def test_nvfp4_and_its_scales(tmp_path: Path) -> None:
+    """llama.cpp multiplies by the scale of a matrix, one for each expert; those of activations are not used."""
+    config = hf.Qwen3MoeConfig(**SIZES, **QWEN | {"moe_intermediate_size": 64})
+    model = made("qwen3moe", hf.Qwen3MoeForCausalLM(config))
+    tensors, kind = stored("qwen3moe", model.state_dict()), GGMLQuantizationType.NVFP4
+    generator = torch.Generator().manual_seed(3)
+    meant, scales = dict(tensors), {}
+    for name in [name for name in tensors if is_quantized(name, kind)]:
+        values, stem = tensors[name].detach(), name.removesuffix("weight")
+        scale = torch.rand(5 if "_exps" in name else 1, generator=generator) + 0.01
+        each = scale.view(-1, 1, 1) if values.dim() == 3 else scale
+        tensors[name] = values / each
+        packed = quantized(np.ascontiguousarray(tensors[name].numpy()), kind)
+        meant[name] = torch.from_numpy(gguf.quants.dequantize(packed, kind)) * each
+        scales |= {f"{stem}scale": scale, f"{stem}input_scale": torch.ones(1)}
+    plain = open_checkpoint(write(tmp_path / "plain.gguf", "qwen3moe", config, meant))
+    found = open_checkpoint(write(tmp_path / "nvfp4.gguf", "qwen3moe", config, tensors | scales, kind))
+    torch.testing.assert_close(logits(found), logits(plain), rtol=0, atol=1e-5)
+    assert found.grouped is not None
+    assert "model.layers.1.self_attn.q_proj.weight" in found.grouped.bytes
+    for name, scale in (("blk.1.ffn_gate_exps.scale", torch.ones(3)), ("blk.1.attn_q.scale", torch.ones(1).half())):
+        path = write(tmp_path / f"{scale.dtype}.gguf", "qwen3moe", config, tensors | {name: scale}, kind)
+        with pytest.raises(SpecbatchError, match=f"tensor {name} is no number in F32, nor one for each matrix"):
+            open_checkpoint(path)
+    path = write(tmp_path / "f32.gguf", "qwen3moe", config, meant | scales)
+    with pytest.raises(SpecbatchError, match=r"tensor blk.0.ffn_gate_exps.scale is \[5\]"):
+        open_checkpoint(path)
 
 
 def test_mtp_layer_of_glm(tmp_path: Path) -> None:

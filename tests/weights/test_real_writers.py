@@ -28,19 +28,9 @@ TOKENS = torch.arange(3, 36, 3)  # as tiny_llama.py has them
 HEADS = ("specforge-eagle3", "speculators-dflash", "speculators-eagle3")
 REFUSED = {  # name of the folder -> message
     "gptqmodel-8-bits": "quantization_config.bits=8: it must be 4",
-    "gptqmodel-desc-act": r"g_idx: its inputs are in another order \(desc_act\)",
-    "llm-compressor-mxfp4": r"weights=\('float', 4\): use FP8 .* or INT4",
-    "llm-compressor-nvfp4": r"weights=\('float', 4\): use FP8 .* or INT4",
-    "llm-compressor-nvfp4a16": r"weights=\('float', 4\): use FP8 .* or INT4",
-    "llm-compressor-w4afp8": "format='int-quantized': it must be 'pack-quantized'",
-    "llm-compressor-w8a16": r"weights=\('int', 8\): use FP8 .* or INT4",
-    "llm-compressor-w8a8": r"weights=\('int', 8\): use FP8 .* or INT4",
-    "modelopt-fp8-blocks": "quant_algo='fp8_pb_wo': it must be 'FP8' or 'FP8_PER_CHANNEL_PER_TOKEN'",
-    "modelopt-int4-awq": "quant_algo='W4A16_AWQ': it must be 'FP8'",
-    "modelopt-mxfp4": "quant_algo='mxfp4': it must be 'FP8'",
-    "modelopt-nvfp4": "quant_algo='NVFP4': it must be 'FP8'",
     "modelopt-w4a8-awq": "quant_algo='W4A8_AWQ': it must be 'FP8'",
 }
+FLOAT32_SCALES = ("modelopt-int4-awq",)  # of INT4, which a GPU rounds to 16 bits
 READ = sorted({path.name for path in FILES.iterdir()} - {*REFUSED, *HEADS})
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"))
 
@@ -64,6 +54,7 @@ def test_weights_are_those_of_the_tool(
     model = Decoder(checkpoint.config, checkpoint.tensor, dtype=torch.float32, device=where, max_positions=64)
     expected = load_file(FILES / name / "reference.safetensors")["logits"].to(where)
     found = logits_of(model, TOKENS.to(where))
+    bound = 1e-3 if keeps and name in FLOAT32_SCALES else bound
     assert (found - expected).abs().max() < bound * expected.abs().max()
 
 

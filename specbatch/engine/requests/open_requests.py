@@ -15,6 +15,7 @@ from specbatch.engine.requests.submissions import Submission
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.grammar.host_matcher import HostGrammar
 from specbatch.grammar.token_automaton import TokenAutomaton
+from specbatch.text.thinking import reasoning_tokens
 from specbatch.text.tokenizer import Tokenizer
 
 Detail = Literal["completions", "tokens", "text"]  # what a stream yields: completions only, tokens, tokens with text
@@ -69,6 +70,7 @@ class OpenRequests:
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._prompts = prompts
+        self._reasoning = reasoning_tokens(tokenizer)
         self._on_finish = on_finish
         self._active: dict[tuple[int, int], Request] = {}  # by prompt and sample
         self._aborts: deque[int | str] = deque()  # asked for, perhaps by another thread, and not handled yet
@@ -112,6 +114,7 @@ class OpenRequests:
             banned=self._prompts.banned(item.params.bad_words),
             automaton=grammar if isinstance(grammar, TokenAutomaton) else None,
             matcher=grammar.matcher() if isinstance(grammar, HostGrammar) else None,
+            reasoning=self._reasoning,
         )
         self._active[item.index, item.sample] = request
         self._scheduler.add(request)

@@ -78,8 +78,8 @@ def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) ->
         raise refuse("weights_of", f"{type_name(dtype)} on {device}", works)
     sharing = "" if shared is None else ", weights shared"
     log(f"model: {target.name} ({target.origin}), {type_name(dtype)} on {device}{sharing}; {target.config.rope}")
-    if target.config.length_note is not None:
-        log(target.config.length_note)
+    if target.config.note is not None:
+        log(target.config.note)
     config = replace(config, kv_dtype=choose_kv_dtype(config, target, device, log))
     if config.deterministic and device.type == "cuda":
         _check_deterministic_on_cuda(config, device, target.config, dtype)

@@ -1,7 +1,8 @@
-"""DeepSeek-V2 and V3: multi-head latent attention (MLA) and mixtures with shared experts.
+"""DeepSeek-V2 and V3, Kimi-K2 and K2.5 (text), GLM-4.7-Flash: latent attention (MLA), mixtures with shared experts.
 
 DeepSeek-AI, "DeepSeek-V2" and "DeepSeek-V3 Technical Report" (2024); names, layout and defaults are those of
-`DeepseekV2Config` and `DeepseekV3Config` of transformers.
+`DeepseekV2Config`, `DeepseekV3Config` and `Glm4MoeLiteConfig` of transformers. Kimi-K2 is a DeepSeek-V3 with other
+sizes; K2.5 and later have it as the text part of a multimodal model, whose other parts are not read.
 """
 
 from __future__ import annotations
@@ -13,18 +14,24 @@ from typing import Any, ClassVar, Self
 import torch
 
 from specbatch.errors import refuse
-from specbatch.files.config_values import count_of, flag_of, positive_of, table_of
+from specbatch.files.config_values import count_of, flag_of, names_of, positive_of, table_of
 from specbatch.kernels.attention.queries import LatentLayout
 from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.head_gemm import head_gemm
 from specbatch.kernels.gemm.linear import Linear, Norm
-from specbatch.models.config import ModelConfig, follows_layers
+from specbatch.models.config import Ends, ModelConfig, follows_layers
 from specbatch.models.families import llama
 from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.layers.deepseek_moe import DeepseekMixture, deepseek_mixture_of, read_deepseek_experts
 from specbatch.models.layers.moe import MoeMlp, Shapes
 from specbatch.models.weight_reader import Reader, Tables
 
+# Of a Glm4MoeLite that does not state them; then those of DeepSeek-V3.
+_LITE = {
+    "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.8, "first_k_dense_replace": 1,
+}  # fmt: skip
+_SPARE = ("vision_tower.", "mm_projector.", "model.mm_projector.")  # of Kimi-K2.5
 _LATENT_EPS = 1e-6  # of the norms in latent attention, which do not read rms_norm_eps
 
 
@@ -32,7 +39,8 @@ _LATENT_EPS = 1e-6  # of the norms in latent attention, which do not read rms_no
 class DeepseekConfig(ModelConfig):
     """query_rank: of the queries' low-rank projection, None if it is one matrix; rank: of the latents; plain: channels
     of a head's queries and keys without rope, after which come `head_dim` channels with it; value_dim: of a head;
-    interleaved and score_scale: see `LatentLayout`; dense_layers: the first so many layers have no mixture."""
+    interleaved and score_scale: see `LatentLayout`; dense_layers: the first so many layers have no mixture; prefix: of
+    all names."""
 
     module: ClassVar[str] = __name__
     mtp_module: ClassVar[str] = "specbatch.models.heads.layer_mtp"
@@ -45,12 +53,21 @@ class DeepseekConfig(ModelConfig):
     score_scale: float
     mixture: DeepseekMixture | None
     dense_layers: int
+    prefix: str = ""
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> DeepseekConfig:
-        is_third = "DeepseekV3ForCausalLM" in (config.get("architectures") or ()) or (
-            config.get("model_type") == "deepseek_v3"
-        )
+        """Read a config.json. Those of multimodal models contain the text model as a nested table."""
+        text = table_of(config, "text_config")
+        if text:
+            third = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}
+            return replace(cls.from_dict(text | third), prefix="language_model.")
+        names, kind = config.get("architectures") or (), config.get("model_type")
+        if "Glm4MoeLiteForCausalLM" in names or kind == "glm4_moe_lite":
+            config = _LITE | {key: value for key, value in config.items() if value is not None} | _dense_layers(config)
+        elif kind == "kimi_k25" or any("K25For" in name for name in names):
+            raise refuse("text_config", config.get("text_config"), "the config must have the text model there")
+        is_third = "DeepseekV2ForCausalLM" not in names and kind != "deepseek_v2"
         for key in ("attention_bias", "mlp_bias"):
             if flag_of(config, key):
                 raise refuse(key, True, "the layers of DeepSeek here have no biases; use false")
@@ -92,6 +109,13 @@ class DeepseekConfig(ModelConfig):
     def sections(self, name: str) -> tuple[int, ...]:
         is_stack = name.endswith("experts.gate_up_proj")
         return (self.mixture.inner,) * 2 if self.mixture is not None and is_stack else ()
+
+    @property
+    def names(self) -> Ends:
+        return Ends(*(self.prefix + name for name in Ends()))
+
+    def is_spare(self, name: str) -> bool:
+        return bool(self.prefix) and name.startswith(_SPARE)
 
     @property
     def cache_dims(self) -> tuple[int, int]:
@@ -184,8 +208,9 @@ class LatentAttention(Attention):
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
     """Layer `index`; tables: cos and sin of the rotated channels."""
-    config, stem = read.config, f"model.layers.{index}"
+    config = read.config
     assert isinstance(config, DeepseekConfig)
+    stem = f"{config.prefix}model.layers.{index}"
     mixer = _attention(read, stem, tables)
     if config.mixture is None or index < config.dense_layers:
         return Layer(mixer, (llama.dense(read, stem),))
@@ -215,6 +240,17 @@ def _attention(read: Reader, stem: str, tables: Tables) -> LatentAttention:
         up=up.view(heads, config.plain + config.value_dim, rank),
         plain=config.plain,
     )  # fmt: skip
+
+
+def _dense_layers(config: dict[str, Any]) -> dict[str, int]:
+    """`first_k_dense_replace` of a config that lists the kinds of MLPs."""
+    kinds = names_of(config, "mlp_layer_types")
+    if kinds is None:
+        return {}
+    dense = next((index for index, kind in enumerate(kinds) if kind != "dense"), len(kinds))
+    if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise refuse("mlp_layer_types", kinds, "layers after the first 'dense' ones must be 'sparse'")
+    return {"first_k_dense_replace": dense}
 
 
 def _third_mixture(config: dict[str, Any]) -> DeepseekMixture:

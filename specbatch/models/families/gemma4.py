@@ -2,10 +2,11 @@
 (26B-A4B); per-layer embeddings and shared keys and values (E2B, E4B).
 
 Local and global layers differ in the channels of a head and in the number of KV heads. Here all layers have the larger
-of both, `head_dim` and `num_kv_heads`: the narrower heads are padded with zeros, and KV heads are repeated. So one KV
-cache and one set of kernels serve all layers, and a page takes more memory than the model needs. Layers of the 26B-A4B
-have a mixture of experts beside the MLP. The last layers of E2B and E4B have queries only: they attend to the keys and
-values of the last layer of their kind before them. Layout and defaults are those of `Gemma4TextConfig` of transformers.
+`head_dim`, and the least common multiple as `num_kv_heads`: the narrower heads are padded with zeros, and KV heads are
+repeated. So one KV cache and one set of kernels serve all layers, and a page takes more memory than the model needs.
+Layers of the 26B-A4B have a mixture of experts beside the MLP. The last layers of E2B and E4B have queries only: they
+attend to the keys and values of the last layer of their kind before them. Layout and defaults are those of
+`Gemma4TextConfig` of transformers.
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ class Gemma4Config(ModelConfig):
         for one in (own, wide):
             if one.dim % 2:
                 raise refuse("head_dim", one.dim, "rope rotates pairs of channels; it must be even")
-        if max(own.kv, wide.kv) % min(own.kv, wide.kv):
-            works = f"num_key_value_heads={own.kv} must be a multiple of it, or divide it"
-            raise refuse("num_global_key_value_heads", wide.kv, works)
+        heads = count_of(config, "num_attention_heads")
+        if heads % wide.kv:
+            raise refuse("num_global_key_value_heads", wide.kv, f"it must divide num_attention_heads={heads}")
         ropes = table_of(config, "rope_parameters") or _ROPES
         plain = ModelConfig.from_dict(
             {key: value for key, value in config.items() if not key.startswith("rope_")}
@@ -104,7 +105,7 @@ class Gemma4Config(ModelConfig):
                 "layer_types": kinds,
                 "num_hidden_layers": depth,
                 "head_dim": max(own.dim, wide.dim),
-                "num_key_value_heads": max(own.kv, wide.kv),
+                "num_key_value_heads": math.lcm(own.kv, wide.kv),
                 "sliding_window": config.get("sliding_window", 512),
                 "max_position_embeddings": count_of(config, "max_position_embeddings", 131072),
                 "rms_norm_eps": positive_of(config, "rms_norm_eps", 1e-6),

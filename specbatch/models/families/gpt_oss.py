@@ -1,7 +1,9 @@
-"""gpt-oss: attention with learned sinks and alternating windows; experts with biases, in MXFP4 or unquantized.
+"""gpt-oss: attention with learned sinks and alternating windows; experts with biases.
 
 OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card" (2025); names, layout and defaults are those of `GptOssConfig` of
-transformers. The rows of gate and up alternate in a checkpoint; here all of the gate come first.
+transformers. Published checkpoints have the experts of a layer in two tensors, in MXFP4 or unquantized, where rows of
+gate and up alternate; here all of the gate come first. Tools that quantize to other formats (llm-compressor) write each
+expert on its own, as `mlp.experts.N.gate_proj`, `up_proj` and `down_proj`, with a weight and a bias each.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from specbatch.kernels.moe.experts import Experts
 from specbatch.kernels.moe.routing import Routing
 from specbatch.models.config import DEEPEST, ModelConfig, shared_out
 from specbatch.models.families import llama
+from specbatch.models.formats.format import Shapes
 from specbatch.models.formats.mxfp4 import METHOD, Mxfp4Weights, check_width
 from specbatch.models.gguf_layout import (
     EXPERT_NAMES,
@@ -32,7 +35,7 @@ from specbatch.models.gguf_layout import (
 )
 from specbatch.models.layer_types import FULL, SLIDING
 from specbatch.models.layers.blocks import Layer
-from specbatch.models.layers.moe import Mixture, MoeMlp, mixture_of
+from specbatch.models.layers.moe import Mixture, MoeMlp, mixture_of, read_routed
 from specbatch.models.weight_reader import Reader, Tables
 
 # Of a config that states none.
@@ -42,7 +45,8 @@ _YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_p
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(ModelConfig):
-    """The experts of the checkpoint may be quantized, and nothing else."""
+    """mixture.fused: the experts of a layer are two tensors; the only format that they can have then is MXFP4, and
+    other weights have none."""
 
     module: ClassVar[str] = __name__
     methods: ClassVar[tuple[str, ...]] = (METHOD,)
@@ -54,8 +58,7 @@ class GptOssConfig(ModelConfig):
             check_width("hidden_size", self.hidden_size)
             check_width("intermediate_size", self.intermediate_size)
         elif self.quantization is not None:
-            works = f"the experts of gpt-oss are {METHOD!r}, or unquantized without a quantization_config"
-            raise refuse("quantization_config", self.quantization.name, works)
+            object.__setattr__(self, "mixture", replace(self.mixture, fused=False))
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> GptOssConfig:
@@ -81,7 +84,8 @@ class GptOssConfig(ModelConfig):
             }
         )
         experts = config | {"moe_intermediate_size": plain.intermediate_size}
-        return cls(**vars(plain) | {"family": "gpt_oss"}, mixture=mixture_of(experts, normalise=True))
+        mixture = replace(mixture_of(experts, normalise=True), fused=True)
+        return cls(**vars(plain) | {"family": "gpt_oss"}, mixture=mixture)
 
     @property
     def has_sinks(self) -> bool:
@@ -89,7 +93,14 @@ class GptOssConfig(ModelConfig):
 
     @property
     def input_step(self) -> int:
-        return 1  # but for experts
+        return 1 if self.mixture.fused else super().input_step  # but for experts
+
+    def fit(self, found: Shapes) -> Self:
+        fused = not any(".experts.0." in name for name in found)
+        if fused and not self.mixture.fused:
+            works = f"experts in one tensor are {METHOD!r} or unquantized; others must be stored one by one"
+            raise refuse("model", "mlp.experts", works)
+        return replace(super().fit(found), mixture=replace(self.mixture, fused=fused))
 
     def divided(self, ranks: int) -> Self:
         step = 1 if self.quantization is None else self.quantization.input_step
@@ -113,13 +124,22 @@ def layer(read: Reader, index: int, tables: Tables) -> Layer:
 
 def _experts(read: Reader, stem: str, config: GptOssConfig) -> Experts:
     count, inner, hidden = config.mixture.experts, config.mixture.inner, config.hidden_size
-    up_bias = _gate_first(read(f"{stem}.experts.gate_up_proj_bias", count, 2 * inner))
-    down_bias = read(f"{stem}.experts.down_proj_bias", count, hidden)
+    if config.mixture.fused:
+        up = _matrices(read, f"{stem}.experts.gate_up_proj", (count, 2 * inner, hidden), _gate_first)
+        down = _matrices(read, f"{stem}.experts.down_proj", (count, hidden, inner), torch.Tensor.contiguous)
+        up_bias = _gate_first(read(f"{stem}.experts.gate_up_proj_bias", count, 2 * inner))
+        down_bias = read(f"{stem}.experts.down_proj_bias", count, hidden)
+    else:
+        up, down = read_routed(read, stem, config.mixture)
+        each = [f"{stem}.experts.{expert}" for expert in range(count)]
+        gates = (torch.cat([read(f"{one}.{part}_proj.bias", inner) for part in ("gate", "up")]) for one in each)
+        up_bias = torch.stack([*gates])
+        down_bias = torch.stack([read(f"{one}.down_proj.bias", hidden) for one in each])
     return Experts(
         Routing(count, config.mixture.top_k),
         read(f"{stem}.router.weight", count, hidden),
-        _matrices(read, f"{stem}.experts.gate_up_proj", (count, 2 * inner, hidden), _gate_first),
-        _matrices(read, f"{stem}.experts.down_proj", (count, hidden, inner), torch.Tensor.contiguous),
+        up,
+        down,
         "clamped_swiglu",
         router_bias=read(f"{stem}.router.bias", count),
         biases=Biases(up_bias, down_bias if read.ranks is None or read.ranks.rank == 0 else None),

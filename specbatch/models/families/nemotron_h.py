@@ -80,13 +80,17 @@ class Relu2Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(ModelConfig):
-    """pattern: the kind of every published layer; num_layers counts the mixers, `depth` all published layers."""
+    """pattern: the kind of every published layer; num_layers counts the mixers, `depth` all published layers.
+    mamba_bias: whether the projections of Mamba2 layers have biases. time_limits: lower and upper one of the time
+    step, which are not applied: transformers 5.23 and vLLM 0.33 ignore them, too."""
 
     module: ClassVar[str] = __name__
 
     pattern: str
     mamba: SsdSizes
     mixture: Relu2Mixture | None
+    mamba_bias: bool = False
+    time_limits: tuple[float, float] | None = None
     embedding: str = "backbone.embeddings.weight"
 
     @classmethod
@@ -96,12 +100,11 @@ class NemotronHConfig(ModelConfig):
         for key, works in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
             if config.get(key, works) not in (works, None):
                 raise refuse(key, config[key], f"only {works!r} is supported")
-        for key in ("use_bias", "mamba_proj_bias", "mlp_bias", "attention_bias"):
+        for key in ("mamba_proj_bias", "attention_bias", *["mlp_bias"] * (MOE in pattern)):
             if flag_of(config, key):
-                raise refuse(key, config[key], "layers with biases are not supported")
-        limit = limits_of(config, "time_step_limit")
-        if limit is not None and (limit[0] > 0 or limit[1] < math.inf):
-            raise refuse("time_step_limit", limit, "a limit of the time step is not supported")
+                works = "biases are supported in Mamba2 layers (use_bias) and dense MLPs (mlp_bias without experts)"
+                raise refuse(key, config[key], works)
+        limits = limits_of(config, "time_step_limit")
         plain = ModelConfig.from_dict(
             {key: value for key, value in config.items() if not key.startswith(("rope", "hidden_act", "sliding"))}
             | {
@@ -117,7 +120,15 @@ class NemotronHConfig(ModelConfig):
             pattern=pattern,
             mamba=_ssd_sizes(config),
             mixture=_mixture(config) if MOE in pattern else None,
+            mamba_bias=flag_of(config, "use_bias"),
+            time_limits=limits if limits is not None and (limits[0] > 0 or limits[1] < math.inf) else None,
         )
+
+    @property
+    def note(self) -> str | None:
+        if self.time_limits is None:
+            return None
+        return f"time_step_limit={list(self.time_limits)} of the config is not applied, as in transformers and vLLM"
 
     def divided(self, ranks: int) -> Self:
         mamba, mixture, step = self.mamba, self.mixture, self.input_step
@@ -210,8 +221,8 @@ def _mamba(read: Reader, stem: str, config: NemotronHConfig) -> Mamba2:
     inner, sizes, hidden = f"{stem}.mixer", config.mamba, config.hidden_size
     return Mamba2(
         norm=read.norm(f"{stem}.norm"),
-        inputs=read.linear({f"{inner}.in_proj": sizes.inner + sizes.channels + sizes.count}, hidden),
-        out=read.linear({f"{inner}.out_proj": hidden}, sizes.inner),
+        inputs=read.linear({f"{inner}.in_proj": sizes.inner + sizes.channels + sizes.count}, hidden, config.mamba_bias),
+        out=read.linear({f"{inner}.out_proj": hidden}, sizes.inner, config.mamba_bias),
         conv=tap_major(read(f"{inner}.conv1d.weight", sizes.channels, 1, sizes.taps)),
         bias=read(f"{inner}.conv1d.bias", sizes.channels) if sizes.bias else None,
         heads=SsdHeads(
@@ -233,8 +244,8 @@ def _mlp(read: Reader, place: int) -> Mlp:
     norm, inner, hidden = read.norm(f"{stem}.norm"), f"{stem}.mixer", config.hidden_size
     if config.pattern[place] == MLP:
         width = config.intermediate_size
-        up_proj = read.linear({f"{inner}.up_proj": width}, hidden)
-        return Relu2(norm, up_proj, read.linear({f"{inner}.down_proj": hidden}, width))
+        up_proj = read.linear({f"{inner}.up_proj": width}, hidden, config.mlp_bias)
+        return Relu2(norm, up_proj, read.linear({f"{inner}.down_proj": hidden}, width, config.mlp_bias))
     mixture = config.mixture
     assert mixture is not None
     stems = [f"{inner}.experts.{expert}" for expert in range(mixture.experts)]

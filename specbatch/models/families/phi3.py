@@ -61,7 +61,7 @@ class Phi3Config(ModelConfig):
         return replace(self, rope=self.long_rope, max_position=self.longest)
 
     @property
-    def length_note(self) -> str | None:
+    def note(self) -> str | None:
         if self.long_rope is None or self.longest <= self.original:
             return None
         if self.max_position > self.original:

@@ -76,8 +76,6 @@ class Qwen3NextConfig(ModelConfig):
             raise refuse("attn_output_gate", False, "these families' attention has an output gate")
         if inner.get("output_gate_type", "silu") not in ("silu", "swish"):
             raise refuse("output_gate_type", inner["output_gate_type"], "the delta net's norm is gated by 'silu' here")
-        if flag_of(inner, "attention_bias"):
-            raise refuse("attention_bias", True, "layers with biases are not supported")
         plain = without_windows(ModelConfig.from_dict(_as_qwen3(inner)), "the attention layers of this family")
         rope = replace(plain.rope, rotary_dim=turning(inner, plain.head_dim, _PARTIAL))
         moe = kind in ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
@@ -202,16 +200,30 @@ def _attention(read: Reader, stem: str, tables: Tables) -> Attention:
     names = [f"{inner}.{part}_proj.weight" for part in rows]
     q, k, v = (read(name, count, config.hidden_size) for name, count in zip(names, rows.values(), strict=True))
     order = order.to(q.device)
-    queries, gates = q.view(config.num_heads, 2, dim, -1).unbind(1)  # they alternate per head
-    keys = k.view(config.num_kv_heads, dim, -1)
+    qkv, gates = _ordered(config, (q, k, v), order)
+    qkv_bias, gate_bias = None, None
+    if config.qkv_bias:
+        q, k, v = (read(f"{inner}.{part}_proj.bias", count) for part, count in rows.items())
+        qkv_bias, gate_bias = (part[:, 0] for part in _ordered(config, (q[:, None], k[:, None], v[:, None]), order))
     q_norm, k_norm = (centred(read, f"{inner}.{part}_norm", dim).weight[order].contiguous() for part in "qk")
     return Attention(
         norm=centred(read, f"{stem}.input_layernorm"),
-        qkv=read.in_fp8(Weight(torch.cat([*(x[:, order].flatten(0, 1) for x in (queries, keys)), v])), *names).linear(),
+        qkv=read.in_fp8(Weight(qkv), *names).linear(qkv_bias),
         heads=QKVLayout(config.num_heads, config.num_kv_heads, dim, q_norm, k_norm, config.rms_norm_eps, *tables),
-        out=read.linear({f"{inner}.o_proj": config.hidden_size}, config.num_heads * dim),
-        gate=read.in_fp8(Weight(gates.flatten(0, 1).contiguous()), *names).linear(),
+        out=read.linear({f"{inner}.o_proj": config.hidden_size}, config.num_heads * dim, config.o_bias),
+        gate=read.in_fp8(Weight(gates), *names).linear(gate_bias),
     )
+
+
+def _ordered(
+    config: ModelConfig, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of q, k and v as they are stored -> those of q, k and v as one, the channels of q and k in this order; and
+    those of the gates, which alternate with the queries per head."""
+    q, k, v = qkv
+    queries, gates = q.view(config.num_heads, 2, config.head_dim, -1).unbind(1)
+    parts = (queries, k.view(config.num_kv_heads, config.head_dim, -1))
+    return torch.cat([*(x[:, order].flatten(0, 1) for x in parts), v]), gates.flatten(0, 1).contiguous()
 
 
 def _delta(read: Reader, stem: str, config: Qwen3NextConfig) -> GatedDelta:

@@ -25,7 +25,8 @@ PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", ".router.weight", 
 PATTERN = "re:"  # begins a regular expression in the list of unquantized modules
 SCALES = ("_scale_inv", "_scale")  # how scales are called, after the name of their weight
 _SCALED = (".weight", "_proj")  # how the names of such weights end
-_OF_INPUTS = (".input_scale", ".activation_scale")  # activations get scales of their own as the model runs
+# Activations get scales of their own as the model runs, or are not quantized.
+_OF_INPUTS = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point")
 
 
 class MatrixShape(tuple[int, ...]):
@@ -81,8 +82,9 @@ class Format(ABC):
     """How the weights of a checkpoint are quantized. A subclass is a format; `registry.FORMATS` has them all.
 
     plain: names of modules that are not quantized (see `is_quantized`); patterns: of their full names, as a regular
-    expression after "re:" or with wildcards. `fit` replaces both by what the files say. quantizes_inputs: the
-    checkpoint was made for FP8 activations, too.
+    expression after "re:" or with wildcards. `fit` replaces both by what the files say. inputs: the type of quantized
+    activations for which the checkpoint was made; None: unquantized ones. irregular: weights that are dequantized at
+    load on every device, because their inputs are scaled or in another order.
     """
 
     name: ClassVar[str]  # for log lines
@@ -94,7 +96,8 @@ class Format(ABC):
 
     plain: frozenset[str] = frozenset()
     patterns: tuple[str, ...] = ()
-    quantizes_inputs: bool = False
+    inputs: str | None = None
+    irregular: frozenset[str] = frozenset()
 
     # The config.json.
 
@@ -106,6 +109,11 @@ class Format(ABC):
     @classmethod
     def groups(cls) -> dict[tuple[str, int], Callable[[Group], Format]]:
         """By `type` and `num_bits` of the weights, what reads a group of compressed-tensors."""
+        return {}
+
+    @classmethod
+    def algorithms(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
+        """By `quant_algo`, what reads a quantization_config of ModelOpt."""
         return {}
 
     # The tensors on disk.
@@ -142,9 +150,9 @@ class Format(ABC):
         read."""
         return {}
 
-    def damage(self, names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> str | None:
-        """What is wrong with the values of files, for an error message; None if nothing is."""
-        return None
+    def for_values(self, names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> Self:
+        """This, with those of the tensors that are `irregular` by their presence or values."""
+        return self
 
     def is_quantized(self, name: str, shape: Shape) -> bool:
         """Whether a weight is quantized. A plain module includes its submodules, and a name matches every module that
@@ -187,7 +195,7 @@ class Format(ABC):
 
     def keeps(self, name: str, device: torch.device) -> bool:
         """Whether the quantized weight `name` stays so on this device."""
-        return self.runs_on(device) and (self.has_expert_gemm or "expert" not in name)
+        return self.runs_on(device) and (self.has_expert_gemm or "expert" not in name) and name not in self.irregular
 
     def group_memory(self, shape: Shape) -> int | None:
         """Bytes that a quantized weight takes in the groups that a CPU keeps; None if it has no such form."""
@@ -197,7 +205,8 @@ class Format(ABC):
         """Whether the quantized weight `name`, which does not stay so on this device, stays in groups."""
         from specbatch.kernels.gemm.quantized.grouped import runs_on
 
-        return self.group_memory((1, self.input_step)) is not None and runs_on(device) and "expert" not in name
+        has_groups = self.group_memory((1, self.input_step)) is not None and name not in self.irregular
+        return has_groups and runs_on(device) and "expert" not in name
 
     @abstractmethod
     def load(self, name: str, shape: Shape, source: Source) -> Weight:

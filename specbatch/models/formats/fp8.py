@@ -3,9 +3,8 @@
 The scales of a matrix `X` are the tensor `X_scale_inv` (`...q_proj.weight_scale_inv`; for fused experts
 `...gate_up_proj_scale_inv`), as DeepSeek-V3, Qwen and transformers name it, or `X_scale` (compressed-tensors,
 ModelOpt). Despite the first name they are multiplied.
-
-ModelOpt: NVIDIA/TensorRT-Model-Optimizer, whose older files have the same settings in a file of their own,
-hf_quant_config.json. Quark: AMD's quantizer.
+ModelOpt's blocks have scales of four dimensions [outputs / 128, 1, inputs / 128, 1], or none if there is one block.
+Quark: AMD's quantizer.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from specbatch.files.config_values import flag_of, table_of
 from specbatch.kernels.common.block_sizes import SCALE_BLOCK
-from specbatch.models.formats.cache_scales import quark_caches
+from specbatch.models.formats.cache_scales import FP8, quark_caches
 from specbatch.models.formats.format import SCALES, Format, Group, Shape, Shapes, Source, scaled, scales_per_output
-from specbatch.models.formats.settings import expect, refuse_setting, unquantized
+from specbatch.models.formats.settings import activations_of, expect, packing_of, refuse_setting, unquantized
 
 if TYPE_CHECKING:
     import torch
@@ -41,13 +40,17 @@ class FP8Weights(Format):
     file_types: ClassVar[tuple[str, ...]] = ("F8_E4M3",)
     has_fp8_gemm: ClassVar[bool] = True
 
-    quantizes_inputs: bool = True
+    inputs: str | None = FP8
     per_channel: bool = False
     suffix: str = SCALES[0]
 
     @classmethod
     def methods(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
-        return {"fp8": _fine_grained, "modelopt": _modelopt, "quark": _quark}
+        return {"fp8": _fine_grained, "quark": _quark}
+
+    @classmethod
+    def algorithms(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
+        return {"FP8": _modelopt, "FP8_PER_CHANNEL_PER_TOKEN": _modelopt, "FP8_PB_WO": _modelopt}
 
     @classmethod
     def groups(cls) -> dict[tuple[str, int], Callable[[Group], Format]]:
@@ -71,7 +74,11 @@ class FP8Weights(Format):
         return scaled(name)
 
     def respelled(self, found: Shapes) -> Shapes:
-        return scales_per_output(found) if self.per_channel else {}
+        if self.per_channel:
+            return scales_per_output(found)
+        pairs = ((name, shape, found[weight]) for name, shape in found.items() if (weight := scaled(name)) in found)
+        blocks = ((name, shape, self.scale_shape(of)) for name, shape, of in pairs if len(of) == 2)
+        return {name: (a, b) for name, shape, (a, b) in blocks if shape == (a, 1, b, 1) or (shape, a, b) == ((), 1, 1)}
 
     def fit(self, found: Shapes) -> Self:
         inverse = any(name.endswith(SCALES[0]) for name in found)
@@ -84,6 +91,8 @@ class FP8Weights(Format):
 
         values, rows = source.part(name, shape), 1 if self.per_channel else SCALE_BLOCK
         scales = source.part(name + self.suffix, self.scale_shape(shape), of=name, rows=rows).to(torch.float32)
+        if values.dtype != torch.float8_e4m3fn:
+            raise source.unusable(name, f"it is {values.dtype}, and the config describes FP8")
         source.require_finite(name, not contains_nan(values), values.dtype)
         source.require_finite(name + self.suffix, bool(scales.isfinite().all()), scales.dtype)
         return FP8Weight(values, scales)
@@ -114,7 +123,7 @@ class FP8Weights(Format):
 
 def _fine_grained(found: dict[str, Any]) -> Format:
     """What transformers calls `FineGrainedFP8Config`; without blocks, one scale per tensor."""
-    expect(found, "fmt", "e4m3", default="e4m3")
+    expect(found, "fmt", "e4m3", "float8_e4m3fn", default="e4m3")
     blocks = found.get("weight_block_size")
     if blocks is not None:
         expect(found, "weight_block_size", _BLOCKS)
@@ -124,8 +133,9 @@ def _fine_grained(found: dict[str, Any]) -> Format:
 
 
 def _modelopt(found: dict[str, Any]) -> Format:
-    expect(found, "quant_algo", "FP8", "FP8_PER_CHANNEL_PER_TOKEN")
-    return FP8Weights(*unquantized(found, "ignore", "exclude_modules"), per_channel=True, suffix=SCALES[1])
+    in_blocks = found["quant_algo"] == "FP8_PB_WO"  # weights only
+    plain, inputs = unquantized(found, "ignore", "exclude_modules"), None if in_blocks else FP8
+    return FP8Weights(*plain, per_channel=not in_blocks, suffix=SCALES[1], inputs=inputs)
 
 
 def _quark(found: dict[str, Any]) -> Format:
@@ -146,21 +156,20 @@ def _quark(found: dict[str, Any]) -> Format:
     expect(weights, "qscheme", "per_tensor", "per_channel", where=f"{where}.weight")
     expect(inputs, "dtype", "fp8_e4m3", default="fp8_e4m3", where=f"{where}.input_tensors")
     plain = unquantized(found, "exclude")
-    return FP8Weights(*plain, per_channel=True, suffix=SCALES[1], quantizes_inputs=bool(inputs))
+    return FP8Weights(*plain, per_channel=True, suffix=SCALES[1], inputs=FP8 if inputs else None)
 
 
 def _group(group: Group) -> Format:
     """A group of compressed-tensors."""
-    settings, where = group.settings, group.where
-    weights, inputs = table_of(settings, "weights"), table_of(settings, "input_activations")
-    expect(settings, "format", "float-quantized", default=group.config.get("format", "float-quantized"), where=where)
+    where, inputs = group.where, activations_of(group)
+    weights = table_of(group.settings, "weights")
+    packing_of(group, "float-quantized")
     if not flag_of(weights, "symmetric", True):
         raise refuse_setting(f"{where}.weights.symmetric", False, "FP8 has no zero points; it must be true")
     expect(weights, "strategy", "tensor", "channel", "block", where=f"{where}.weights")
     per_channel = weights["strategy"] != "block"
     if not per_channel:
         expect(weights, "block_structure", _BLOCKS, default=_BLOCKS, where=f"{where}.weights")
-    if inputs and (inputs.get("type"), inputs.get("num_bits")) != ("float", 8):
-        kind = (inputs.get("type"), inputs.get("num_bits"))
-        raise refuse_setting(f"{where}.input_activations", kind, "activations must be in FP8 or not quantized")
-    return FP8Weights(*group.modules, per_channel=per_channel, suffix=SCALES[1], quantizes_inputs=bool(inputs))
+    if inputs not in (FP8, None):
+        raise refuse_setting(f"{where}.input_activations", inputs, "activations must be in FP8 or not quantized")
+    return FP8Weights(*group.modules, per_channel=per_channel, suffix=SCALES[1], inputs=inputs)

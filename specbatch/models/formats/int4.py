@@ -1,12 +1,19 @@
-"""INT4 checkpoints: AWQ, GPTQ and compressed-tensors (`pack-quantized`), eight values in an int32.
+"""INT4 checkpoints: AWQ, GPTQ, compressed-tensors and ModelOpt; most have eight values in an int32.
 
 * awq: `qweight` [in, out / 8], `qzeros` [groups, out / 8], `scales` [groups, out]
 * gptq, gptq_v2: `qweight` [in / 8, out], `qzeros` [groups, out / 8], `scales` [groups, out]
-* compressed-tensors: `weight_packed` [out, in / 8], `weight_scale` [out, groups]; `weight_zero_point` [out / 8, groups]
-  where the zero points are not all 8
+* pack-quantized (compressed-tensors): `weight_packed` [out, in / 8], `weight_scale` [out, groups]; `weight_zero_point`
+  [out / 8, groups] where the zero points are not all 8
+* int-quantized (compressed-tensors, of FP8 activations): `weight` int8 [out, in], `weight_scale` [out, groups];
+  `weight_zero_point` int8, as many; both less 8
+* modelopt (its AWQ): `weight` uint8 [out / 2, in], outputs 2 j and 2 j + 1 in the low and high bits of row j, less 8 in
+  two's complement; `weight_scale` [out, groups]; `pre_quant_scale` [in] of layers after no norm
 
 The first of eight values is in the lowest bits, but AWQ (AutoAWQ's "gemm") has the outputs 0, 2, 4, 6, 1, 3, 5, 7 in
 this order. GPTQ stores zero points less 1, "gptq_v2" as they are (AutoGPTQ, GPTQModel).
+
+GPTQ with `desc_act` quantizes inputs in the order of their importance: `g_idx` has the group of each. Where this is not
+the order of the inputs, and with `pre_quant_scale`, weights are dequantized at load (`Format.irregular`).
 
 Symmetric weights have the zero point 8. GPTQ's `qzeros` then hold 7, 8 or something else, or are missing, and are not
 read, as in kernels of the Marlin kind. Scales may be negative: half of those of auto-round's symmetric weights are.
@@ -27,21 +34,28 @@ from specbatch.errors import refuse
 from specbatch.files.config_values import flag_of, spelled, table_of
 from specbatch.kernels.common.block_sizes import INT4_GROUPS
 from specbatch.models.formats.format import PATTERN, Format, Group, Modules, Shape, Shapes, Source
-from specbatch.models.formats.settings import expect, refuse_setting, unquantized
+from specbatch.models.formats.input_scales import INPUT_SCALES, at_inputs, with_input_scales
+from specbatch.models.formats.settings import activations_of, expect, packing_of, refuse_setting, unquantized
 
 if TYPE_CHECKING:
     import torch
 
     from specbatch.kernels.gemm.quantized.int4 import Int4Weight
+    from specbatch.kernels.gemm.quantized.weight import Weight
 
-Packing = Literal["awq", "gptq", "gptq_v2", "compressed-tensors"]
+Packing = Literal["awq", "gptq", "gptq_v2", "pack-quantized", "int-quantized", "modelopt"]
+_GPTQ: tuple[Packing, ...] = ("gptq", "gptq_v2")
+_NAMED: tuple[Packing, ...] = ("pack-quantized", "int-quantized", "modelopt")  # whose scales are `weight_scale`
 PACKED = 8  # values in an int32
 WHOLE = -1  # a group of all inputs
 _WHOLE_STEP = 128  # the groups that such a group becomes here
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs are: the inverse of 0, 2, 4, 6, 1, 3, 5, 7
 _ZERO = 8  # of symmetric weights
 _ZEROS = ".qzeros"
-_PARTS = (".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_zero_point", ".weight_scale")
+_PARTS = (
+    *(".qweight", ".qzeros", ".scales", ".g_idx"),
+    *(".weight_packed", ".weight_zero_point", ".weight_scale", INPUT_SCALES),
+)
 _ORDERS = (".g_idx", ".weight_g_idx")  # the group of each input
 _UNUSED = (*_ORDERS, ".weight_shape")
 _ZERO_POINTS = (_ZEROS, ".weight_zero_point")
@@ -56,6 +70,7 @@ class Int4Weights(Format):
     """group: inputs that share a scale, or `WHOLE`; has_zeros: whether stored zero points count, else all are 8."""
 
     name: ClassVar[str] = "INT4"
+    file_types: ClassVar[tuple[str, ...]] = ("I8", "U8")
     dequantizes_for_gemm: ClassVar[bool] = True
 
     packing: Packing = "awq"
@@ -71,6 +86,10 @@ class Int4Weights(Format):
     def groups(cls) -> dict[tuple[str, int], Callable[[Group], Format]]:
         return {("int", 4): _packed}
 
+    @classmethod
+    def algorithms(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
+        return {"W4A16_AWQ": _modelopt}
+
     @property
     def input_step(self) -> int:
         return _WHOLE_STEP if self.group == WHOLE else self.group
@@ -85,12 +104,17 @@ class Int4Weights(Format):
         if out % PACKED:
             raise refuse(name, list(shape), f"INT4 weights need a multiple of {PACKED} outputs")
         groups = 1 if self.group == WHOLE else inner // self.group
-        if self.packing == "compressed-tensors":
-            zeros = {f"{name}_zero_point": (out // PACKED, groups)} if self.has_zeros else {}
-            return {f"{name}_packed": (out, inner // PACKED), f"{name}_scale": (out, groups), **zeros}
+        found: Shapes
+        if self.packing in _NAMED:
+            is_packed, rows = self.packing == "pack-quantized", out // 2 if self.packing == "modelopt" else out
+            found = {f"{name}_packed": (out, inner // PACKED)} if is_packed else {name: (rows, inner)}
+            found |= {f"{name}_zero_point": (out // PACKED if is_packed else out, groups)} if self.has_zeros else {}
+            found |= {stem + INPUT_SCALES: (inner,)} if name in self.irregular else {}
+            return found | {f"{name}_scale": (out, groups)}
         packed = (inner, out // PACKED) if self.packing == "awq" else (inner // PACKED, out)
-        zeros = {f"{stem}.qzeros": (groups, out // PACKED)} if self.has_zeros else {}
-        return {f"{stem}.qweight": packed, **zeros, f"{stem}.scales": (groups, out)}
+        found = {f"{stem}.qweight": packed, f"{stem}.scales": (groups, out)}
+        found |= {f"{stem}.qzeros": (groups, out // PACKED)} if self.has_zeros else {}
+        return found | ({f"{stem}.g_idx": (inner,)} if name in self.irregular else {})
 
     def weight_of(self, name: str) -> str | None:
         for part in _PARTS:
@@ -105,8 +129,9 @@ class Int4Weights(Format):
         return ("I32",) if name.endswith(_WORDS) else ("I32", "I64"), "packed INT4 values are in I32"
 
     def is_unused(self, name: str) -> bool:
-        is_unread = self.packing in ("gptq", "gptq_v2") and not self.has_zeros and name.endswith(_ZEROS)
-        return super().is_unused(name) or name.endswith(_UNUSED) or is_unread
+        is_unread = self.packing in _GPTQ and not self.has_zeros and name.endswith(_ZEROS)
+        is_unread |= name.endswith(_UNUSED) and self.weight_of(name) not in self.irregular
+        return super().is_unused(name) or is_unread
 
     def fit(self, found: Shapes) -> Self:
         """AWQ's zero points count wherever the files have some: gptqmodel and auto-round write them (8) with
@@ -119,21 +144,24 @@ class Int4Weights(Format):
         is_bias = name.endswith(".bias") and name.removesuffix(".bias") + ".qweight" in found
         return is_bias and not tensor(name).any()
 
-    def damage(self, names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> str | None:
-        """Groups must be neighbouring inputs."""
+    def for_values(self, names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> Self:
+        found = []
         for name in names:
             if name.endswith(_ORDERS):
                 groups = tensor(name)
                 size = len(groups) if self.group == WHOLE else self.group
                 if not groups.eq(groups.new_tensor(range(len(groups))).div(size, rounding_mode="floor")).all():
-                    works = "its inputs are in another order (desc_act); use a checkpoint that was quantized without"
-                    return f"{name}: {works}"
-        return None
+                    found.append(str(self.weight_of(name)))
+        return with_input_scales(replace(self, irregular=frozenset(found)), names)
 
-    def load(self, name: str, shape: Shape, source: Source) -> Int4Weight:
+    def load(self, name: str, shape: Shape, source: Source) -> Weight:
         """It is unpacked whole, also where this rank has a part."""
         from specbatch.kernels.gemm.quantized.int4 import Int4Weight, pack_int4
+        from specbatch.kernels.gemm.quantized.weight import Weight
 
+        if name in self.irregular:
+            dense = self._dequantized(name, source).to(source.dtype)
+            return Weight(dense if dense.shape == shape else source.cut(name, [(dense, shape)])[0])
         whole = self.weight(name, source.whole)
         if self.runs_on(source.device):
             whole = self._with_short_scales(name, whole, source)
@@ -166,14 +194,43 @@ class Int4Weights(Format):
 
     def weight(self, name: str, read: Callable[[str], torch.Tensor]) -> Int4Weight:
         """The whole weight `name` [out, in] from the tensors on disk, on their device."""
-        import torch
-
         from specbatch.kernels.gemm.quantized.int4 import Int4Weight, pack_int4
 
+        values, scales, zeros = self._stored(name, read)
+        if self.group == WHOLE:
+            count = values.shape[1] // _WHOLE_STEP
+            scales, zeros = scales.expand(-1, count), zeros.expand(-1, count)
+        return Int4Weight(pack_int4(values), scales.contiguous(), zeros.contiguous())
+
+    def _dequantized(self, name: str, source: Source) -> torch.Tensor:
+        """A whole weight whose inputs are in another order or have scales, float32 [out, in]."""
+        import torch
+
+        values, scales, zeros = self._stored(name, source.whole)
+        groups = torch.arange(values.shape[1], device=values.device) * scales.shape[1] // values.shape[1]
+        if self.packing in _GPTQ:
+            groups = source.whole(name.removesuffix(".weight") + _ORDERS[0]).long()
+            if not groups.ge(0).logical_and(groups < scales.shape[1]).all():
+                raise source.unusable(name, f"its g_idx has another group than 0 to {scales.shape[1] - 1}")
+        if not scales.isfinite().all():
+            raise source.unusable(name, "its scales hold values that are not finite; the file is damaged")
+        found = (values.float() - zeros.float()[:, groups]) * scales.float()[:, groups]
+        return found if self.packing in _GPTQ else at_inputs(found, name, source)
+
+    def _stored(
+        self, name: str, read: Callable[[str], torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Values [out, in], scales and zero points [out, groups] of a whole weight."""
+        import torch
+
         stem = name.removesuffix(".weight")
-        if self.packing == "compressed-tensors":
+        if self.packing == "pack-quantized":
             values, scales = _unpacked(read(f"{name}_packed")), read(f"{name}_scale")
             zeros = _unpacked(read(f"{name}_zero_point").t()).t() if self.has_zeros else None
+        elif self.packing in _NAMED:
+            is_pairs, values, scales = self.packing == "modelopt", read(name), read(f"{name}_scale")
+            values = torch.stack([values & 15, values >> 4], 1).flatten(0, 1) ^ 8 if is_pairs else _plus_8(values)
+            zeros = _plus_8(read(f"{name}_zero_point")) if self.has_zeros else None
         else:
             packed, scales = read(f"{stem}.qweight"), read(f"{stem}.scales").t()
             zeros = _unpacked(read(stem + _ZEROS)) if self.has_zeros else None
@@ -183,10 +240,7 @@ class Int4Weights(Format):
                 zeros = (_ordered(zeros) if is_awq else zeros + 1 & 15 if self.packing == "gptq" else zeros).t()
         if zeros is None:
             zeros = torch.full_like(scales, _ZERO, dtype=torch.uint8)
-        if self.group == WHOLE:
-            count = values.shape[1] // _WHOLE_STEP
-            scales, zeros = scales.expand(-1, count), zeros.expand(-1, count)
-        return Int4Weight(pack_int4(values), scales.contiguous(), zeros.contiguous())
+        return values, scales, zeros
 
     def memory(self, shape: Shape) -> int:
         values = math.prod(shape)
@@ -199,6 +253,11 @@ class Int4Weights(Format):
     def random(self, name: str, shape: Shape, inputs: int, generator: torch.Generator) -> torch.Tensor:
         import torch
 
+        if name.endswith(".weight") or (name.endswith(_ZERO_POINTS) and self.packing == "int-quantized"):
+            least, most = (-8, 8) if name.endswith(".weight") else (0, 1)
+            kind, least, most = (torch.uint8, 0, 256) if self.packing == "modelopt" else (torch.int8, least, most)
+            numbers = torch.empty(shape, dtype=kind, device=generator.device)
+            return numbers.random_(least, most, generator=generator)
         if name.endswith(_ZERO_POINTS):
             return torch.full(shape, _EIGHTS, dtype=torch.int32, device=generator.device)
         if name.endswith(_WORDS):
@@ -208,7 +267,13 @@ class Int4Weights(Format):
         return scales.mul_(1 / (_RMS * math.sqrt(inputs))).half()
 
     def random_item(self, name: str) -> int:
-        return 4 if name.endswith(_WORDS) else 2
+        is_byte = name.endswith(".weight") or (self.packing == "int-quantized" and name.endswith(_ZERO_POINTS))
+        return 1 if is_byte else 4 if name.endswith(_WORDS) else 2
+
+
+def _plus_8(values: torch.Tensor) -> torch.Tensor:
+    """int8 from -8 to 7 -> uint8 from 0 to 15."""
+    return (values + 8).byte()
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
@@ -275,16 +340,22 @@ def _group_size(found: dict[str, Any], where: str = "") -> int:
 
 def _packed(group: Group) -> Format:
     """A group of compressed-tensors."""
-    settings, where = group.settings, group.where
-    weights, inside = table_of(settings, "weights"), f"{where}.weights"
-    expect(settings, "format", "pack-quantized", default=group.config.get("format", "pack-quantized"), where=where)
-    if inputs := table_of(settings, "input_activations"):
-        raise refuse_setting(f"{where}.input_activations", inputs, "INT4 weights need unquantized ones")
+    weights, inside = table_of(group.settings, "weights"), f"{group.where}.weights"
+    packing: Packing = "int-quantized" if packing_of(group, *_NAMED[:2]) == "int-quantized" else "pack-quantized"
     expect(weights, "strategy", "group", "channel", where=inside)
     expect(weights, "actorder", "static", "weight", False, default=False, where=inside)
     size = WHOLE if weights["strategy"] == "channel" else _group_size(weights, inside)
     has_zeros = not flag_of(weights, "symmetric", True)
-    return Int4Weights(*group.modules, packing="compressed-tensors", group=size, has_zeros=has_zeros)
+    inputs = activations_of(group)
+    return Int4Weights(*group.modules, inputs=inputs, packing=packing, group=size, has_zeros=has_zeros)
+
+
+def _modelopt(found: dict[str, Any]) -> Format:
+    expect(found, "has_zero_point", False, default=False)
+    expect(found, "group_size", *INT4_GROUPS, default=128)
+    size = int(found.get("group_size") or 128)
+    plain = unquantized(found, "ignore", "exclude_modules")
+    return Int4Weights(*plain, packing="modelopt", group=size, has_zeros=False)
 
 
 # Packing formats of auto-round 0.16.1, and the tensors that they are. Only those of auto_gptq have zero points less 1.

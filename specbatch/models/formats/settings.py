@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from specbatch.errors import SpecbatchError, refuse
-from specbatch.files.config_values import names_of, spelled
-from specbatch.models.formats.format import PATTERN, Modules
+from specbatch.files.config_values import names_of, spelled, table_of
+from specbatch.models.formats.format import PATTERN, Group, Modules
 
 KEY = "quantization_config"
 
@@ -23,6 +23,21 @@ def unquantized(found: dict[str, Any], *keys: str) -> Modules:
         except re.error as error:
             raise refuse_setting(key, pattern, f"it is no regular expression ({error})") from None
     return frozenset(listed) - set(patterns), tuple(patterns)
+
+
+def packing_of(group: Group, *works: str) -> str:
+    """The `format` of a group of compressed-tensors, or of all; by default the first of those that work."""
+    default = group.config.get("format", works[0])
+    expect(group.settings, "format", *works, default=default, where=group.where)
+    return str(group.settings.get("format") or default)
+
+
+def activations_of(group: Group) -> str | None:
+    """The type of activations for which a group of compressed-tensors was made; None: unquantized ones."""
+    found = table_of(group.settings, "input_activations")
+    if not found:
+        return None
+    return f"{'FP' if found.get('type') == 'float' else 'INT'}{found.get('num_bits')}"
 
 
 def expect(found: dict[str, Any], key: str, *works: Any, default: Any = None, where: str = "") -> None:

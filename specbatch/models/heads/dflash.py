@@ -30,7 +30,7 @@ from specbatch.models.weight_reader import Reader
 _LAYERS, _BOUNDARIES = "target_layer_ids", "aux_hidden_state_layer_ids"
 ARCHITECTURE = "DFlashDraftModel"
 DEEPSPEC = ("Qwen3DSparkModel", "DSparkDraftModel")  # of DeepSpec and SpecForge
-BLOCKS = {name: entry for name, entry in ALGORITHMS.items() if entry.tree == "block"}
+BLOCKS = {name: entry for name, entry in ALGORITHMS.items() if entry.tree == "block" and entry.published.has}
 # Options of later drafts, with the values that turn them off. With an ignored option the draft would be another model.
 _OFF: dict[str, tuple[Any, ...]] = {
     "input_embedding_scale": (None, 1.0),
@@ -63,6 +63,7 @@ class DFlashConfig(ModelConfig):
 
     algorithm: ClassVar[str] = "dflash"
     own_keys: ClassVar[tuple[str, ...]] = ()  # options of later drafts that it has
+    may_draft_from_anchor: ClassVar[bool] = True
 
     block_size: int
     mask_token: int
@@ -153,7 +154,7 @@ class DFlashConfig(ModelConfig):
         *,
         from_anchor: bool,
     ) -> Self:
-        """inner: the keys of the Qwen3 layers; own: those of the block; from_anchor: the format's default."""
+        """inner: the keys of the Qwen3 layers; own: those of the block; from_anchor: the default of the format."""
         for key, off in _OFF.items():
             if key not in cls.own_keys and own.get(key) not in off:
                 raise refuse(key, own[key], "not supported; leave it out")
@@ -165,7 +166,7 @@ class DFlashConfig(ModelConfig):
             raise refuse(features.key, features.listed, f"list layers of the target, from {features.first} on")
         if len(set(features.listed)) < len(features.listed):
             raise refuse(features.key, features.listed, "each layer may occur once")
-        block, from_anchor = count_of(own, "block_size"), flag_of(own, "sample_from_anchor", from_anchor)
+        block, from_anchor = count_of(own, "block_size"), cls._drafts_from_anchor(own, from_anchor)
         most = MOST if from_anchor else MOST + 1
         if not 2 <= block <= most:
             raise refuse("block_size", block, f"use 2 to {most} (a verify has at most {MOST + 1} rows)")
@@ -179,6 +180,15 @@ class DFlashConfig(ModelConfig):
             from_anchor=from_anchor,
             **cls._heads(own, plain),
         )
+
+    @classmethod
+    def _drafts_from_anchor(cls, own: dict[str, Any], default: bool) -> bool:
+        """Field `from_anchor`, from the keys of the block. default: the format's."""
+        from_anchor = flag_of(own, "sample_from_anchor", default)
+        if from_anchor and not cls.may_draft_from_anchor:
+            works = f"the row of the newest token of a block drafts nothing with {cls.algorithm}"
+            raise refuse("sample_from_anchor", True, works)
+        return from_anchor
 
     @classmethod
     def _heads(cls, own: dict[str, Any], plain: ModelConfig) -> dict[str, Any]:

@@ -30,47 +30,67 @@ from specbatch.models.layers.blocks import Attention, Layer, SwiGlu
 from specbatch.models.weight_reader import Reader, Tables
 
 ARCHITECTURE = "DFlash2DraftModel"
+MOST_CANDIDATES = 64  # of a row
 _SELECTOR = "candidate_selector"
 _CODEBOOKS = (f"{_SELECTOR}.predecessor_codebook", f"{_SELECTOR}.successor_codebook")
 final_norm = llama.final_norm
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlash2Config(DFlashConfig):
-    """Sizes of the draft's layers and selector, and how it reads its target.
+class ConvolvedConfig(DFlashConfig):
+    """Sizes of a draft's layers with convolutions, and how it reads its target.
 
-    conv_kernel    tokens that a convolution reads: that of its row and those before it
+    conv_kernel    tokens that a convolution reads: that of its row and those before it; 0: there are none
     conv_group     channels that share a kernel that depends on the input
-    selector_rank  columns of the selector's codebooks
-    candidates     tokens of a row that the selector chooses from
     rows           tokens of a pass; the block size, or fewer
     """
 
-    algorithm: ClassVar[str] = "dflash2"
-    own_keys: ClassVar[tuple[str, ...]] = ("conv_kernel_size", "selector_rank")
+    own_keys: ClassVar[tuple[str, ...]] = ("conv_kernel_size",)
     module: ClassVar[str] = "specbatch.models.heads.dflash2"
+    may_lack_convolutions: ClassVar[bool] = False
 
     conv_kernel: int
     conv_group: int
-    selector_rank: int
-    candidates: int
     rows: int
 
     @classmethod
     def _heads(cls, own: dict[str, Any], plain: ModelConfig) -> dict[str, Any]:
-        group, block = count_of(own, "conv_group_size"), count_of(own, "block_size")
+        block, keys = count_of(own, "block_size"), ("conv_kernel_size", "conv_group_size")
+        kernel, group = 0, 1
+        if not cls.may_lack_convolutions or any(own.get(key) for key in keys):
+            kernel, group = count_of(own, keys[0], most=block), count_of(own, keys[1])
         if plain.hidden_size % group:
-            raise refuse("conv_group_size", group, f"it must divide hidden_size={plain.hidden_size}")
-        return {
-            "conv_kernel": count_of(own, "conv_kernel_size", most=block),
-            "conv_group": group,
-            "selector_rank": count_of(own, "selector_rank"),
-            "candidates": count_of(own, "selector_top_k", most=min(plain.vocab_size, 64)),
-            "rows": block,
-        }
+            raise refuse(keys[1], group, f"it must divide hidden_size={plain.hidden_size}")
+        return {"conv_kernel": kernel, "conv_group": group, "rows": block}
 
     def with_drafts(self, count: int) -> Self:
         return replace(self, rows=count if self.from_anchor else count + 1)
+
+    def lines(self) -> list[str]:
+        kernels = f"  convolutions over {self.conv_kernel} tokens, groups of {self.conv_group} channels"
+        return [*super().lines(), *([kernels] if self.conv_kernel else [])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2Config(ConvolvedConfig):
+    """Sizes of the draft's layers and selector, and how it reads its target.
+
+    selector_rank  columns of the selector's codebooks
+    candidates     tokens of a row that the selector chooses from
+    """
+
+    algorithm: ClassVar[str] = "dflash2"
+    own_keys: ClassVar[tuple[str, ...]] = (*ConvolvedConfig.own_keys, "selector_rank")
+
+    selector_rank: int
+    candidates: int
+
+    @classmethod
+    def _heads(cls, own: dict[str, Any], plain: ModelConfig) -> dict[str, Any]:
+        return super()._heads(own, plain) | {
+            "selector_rank": count_of(own, "selector_rank"),
+            "candidates": count_of(own, "selector_top_k", most=min(plain.vocab_size, MOST_CANDIDATES)),
+        }
 
     @property
     def choices(self) -> int:
@@ -83,11 +103,8 @@ class DFlash2Config(DFlashConfig):
         return shapes
 
     def lines(self) -> list[str]:
-        return [
-            *super().lines(),
-            f"  convolutions over {self.conv_kernel} tokens, groups of {self.conv_group} channels; a selector of rank "
-            f"{self.selector_rank} chooses from {self.candidates} tokens",
-        ]
+        chosen = f"  a selector of rank {self.selector_rank} chooses from {self.candidates} tokens"
+        return [*super().lines(), chosen]
 
 
 @dataclass(frozen=True)
@@ -145,9 +162,11 @@ class ConvolvedMlp(SwiGlu):
 
 
 def layer(read: Reader, index: int, tables: Tables) -> Layer:
-    """Layer `index`; tables: cos and sin."""
+    """Layer `index`, with convolutions if the config has them; tables: cos and sin."""
     config, plain, stem = read.config, llama.layer(read, index, tables), f"model.layers.{index}"
-    assert isinstance(config, DFlash2Config)
+    assert isinstance(config, ConvolvedConfig)
+    if not config.conv_kernel:
+        return plain
 
     def convolution(name: str) -> Convolution:
         size, groups = config.conv_kernel, config.hidden_size // config.conv_group
@@ -189,8 +208,7 @@ class DFlash2(DFlash):
         """Logits float32 [B, V] of one row per block, -inf for all but its candidates, as `candidates` returns them.
         embedded [B, rank]: `predecessors` of the tokens before."""
         known = self.candidate_scores(tokens, scores, weights, embedded[:, None])[:, 0]
-        every = scores.new_full((len(scores), len(self._successors)), -torch.inf)
-        return every.scatter_(1, tokens, known)
+        return spread(known, tokens, len(self._successors))
 
     def candidate_scores(
         self, tokens: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, embedded: torch.Tensor
@@ -199,6 +217,11 @@ class DFlash2(DFlash):
         of W tokens. embedded [B, W, rank]: `predecessors` of these."""
         follows = torch.einsum("bwr,bkr->bwk", embedded * weights[:, None], F.embedding(tokens, self._successors))
         return scores[:, None] + follows.float()
+
+
+def spread(scores: torch.Tensor, tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Logits float32 [B, vocabulary] that are -inf but for candidates int64 [B, K] with scores float32 [B, K]."""
+    return scores.new_full((len(scores), vocabulary), -torch.inf).scatter_(1, tokens, scores)
 
 
 def published_shape(target: ModelConfig) -> dict[str, Any]:

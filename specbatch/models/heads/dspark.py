@@ -9,7 +9,7 @@ the other. A confidence head predicts how likely each draft is to be accepted.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -122,7 +122,38 @@ class MarkovHead:
         return own_logits(self._out, z, residual=base), state
 
 
-class DSpark(DFlash):
+class ChainHead(Protocol):
+    """What makes each draft of a block depend on those before it. embedding: [vocab_size, width]."""
+
+    embedding: torch.Tensor
+
+    def own_logits(
+        self, base: torch.Tensor, embedded: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `MarkovHead.own_logits`."""
+        ...
+
+
+class SequentialDraft(DFlash):
+    """A DFLASH draft with a head that changes the logits of a row by the tokens before it."""
+
+    markov: ChainHead
+    has_confidence = False  # whether there is a confidence head
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of hidden [T, hidden_size] without the head, of this rank's tokens."""
+        return own_logits(self.block.head, hidden)
+
+    def joined(self, own: torch.Tensor, *, greedy: bool) -> Scores:
+        """Logits [T, Vd], or if `greedy` what suffices for their argmax, from those of this rank's tokens."""
+        return joined_scores(self.block.head, own, greedy=greedy)
+
+    def confidence(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """See `DSpark.confidence`."""
+        raise NotImplementedError
+
+
+class DSpark(SequentialDraft):
     """The draft's weights; the embedding is the target's, and so is the output matrix, or a copy of it in FP8."""
 
     def __init__(self, fetch: Reader, target: Decoder, max_positions: int) -> None:
@@ -134,19 +165,7 @@ class DSpark(DFlash):
         if config.confidence_inputs:
             bias = fetch(f"{_CONFIDENCE}.bias") if config.confidence_bias else None
             self._confidence = fetch(f"{_CONFIDENCE}.weight"), bias
-
-    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits without bias of hidden [T, hidden_size], of this rank's tokens."""
-        return own_logits(self.block.head, hidden)
-
-    def joined(self, own: torch.Tensor, *, greedy: bool) -> Scores:
-        """Logits [T, Vd], or if `greedy` what suffices for their argmax, from those of this rank's tokens."""
-        return joined_scores(self.block.head, own, greedy=greedy)
-
-    @property
-    def has_confidence(self) -> bool:
-        """Whether there is a confidence head."""
-        return self._confidence is not None
+            self.has_confidence = True
 
     def confidence(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """The predicted probability float32 [...] that a draft is accepted, given that those before it are.

@@ -7,20 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from block_drafts import Reference
+from block_drafts import Reference, convolved_by_rows
 
 
 class DFlash2Reference(Reference):
     def convolved(self, x: torch.Tensor, read: torch.Tensor, name: str, side: int) -> torch.Tensor:
-        """Row by row and channel by channel."""
-        size, group = self.config["conv_kernel_size"], self.config["conv_group_size"]
-        base = self.tensors[f"{name}.base_kernel"][side]
-        kernels = self.project(read, f"{name}.kernel_projection").view(len(x), 2, size, -1)[:, side]
-        out = torch.zeros_like(x)
-        for row in range(len(x)):
-            for back in range(min(size, row + 1)):
-                out[row] += (base[back] + kernels[row, back].repeat_interleave(group)) * x[row - back]
-        return out
+        return convolved_by_rows(self, x, read, name, side)
 
     def logits(self, features: torch.Tensor, anchor: int, count: int, drafts: Sequence[int]) -> torch.Tensor:
         hidden = self.hidden(features, anchor, count)[1:]

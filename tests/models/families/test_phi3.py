@@ -86,5 +86,5 @@ def test_without_longer_texts_nothing_is_to_be_decided(folder: Path, tmp_path: P
     described = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": ORIGINAL}
     (tmp_path / "config.json").write_text(json.dumps(described))
     config = open_checkpoint(str(tmp_path), "dummy").config
-    assert config.length_note is None
+    assert config.note is None
     assert config.for_length(ORIGINAL + 1).max_position == ORIGINAL

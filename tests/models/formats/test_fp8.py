@@ -291,7 +291,7 @@ SCALES = f"{NAME}_scale_inv"
     [
         (SCALES, lambda scales: scales[:1].clone(), f"tensor {SCALES} is [1, 2]; its config requires [2, 2]"),
         (SCALES, None, f"tensor {NAME} is F8_E4M3 and there is no {SCALES}"),
-        (NAME, torch.Tensor.bfloat16, f"{SCALES}, but no F8_E4M3 tensor"),
+        (NAME, torch.Tensor.bfloat16, f"{SCALES}, but no F8_E4M3 or I8 or U8 tensor"),
     ],
     ids=["shape of scales", "no scales", "no FP8 weight"],
 )

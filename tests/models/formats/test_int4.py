@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from quantized_models import CPU, LLAMA, change, check_model, devices, load, logits, write
-from quantized_weights import FORMATS, forms_of, int4
+from quantized_weights import FORMATS, MORE, Store, Stored, forms_of, int4, words
 from safetensors.torch import load_file, save_file
+from thread_ranks import on_ranks
+from uncached import decoder_of
 
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
@@ -33,7 +35,7 @@ AS_AWQ, PLAIN_AUTO_ROUND = ({"packing_format": f"auto_round{suffix}"} for suffix
 def test_model_matches_dequantized_model(
     model: str, form: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:
-    check_model(tmp_path, model, *FORMATS[form], stay_quantized, device, keeps, bound)
+    check_model(tmp_path, model, *(FORMATS | MORE)[form], stay_quantized, device, keeps, bound)
 
 
 def test_memory_plan_counts_packed_bytes(tmp_path: Path, stay_quantized: Callable[..., None]) -> None:
@@ -111,6 +113,41 @@ def test_zero_points_of_symmetric_weights(
     assert (logits(found) - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
+def reordered(store: Store) -> Store:
+    """As GPTQ stores weights whose inputs it quantized in another order (`desc_act`)."""
+
+    def stored(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[1]))
+        found, meant = store(name, weight[:, order])
+        back, stem = order.argsort(), name.removesuffix(".weight")
+        bits = torch.stack([found[f"{stem}.qweight"] >> 4 * place & 15 for place in range(8)], 1).flatten(0, 1)
+        found[f"{stem}.qweight"] = words(bits[back].t()).t().contiguous()
+        return found | {f"{stem}.g_idx": found[f"{stem}.g_idx"][back]}, meant[:, back]
+
+    return stored
+
+
+@pytest.mark.parametrize("changes", [{"sym": True}, {"sym": False}, {"sym": False} | GPTQ_V2])
+def test_inputs_in_another_order(changes: dict[str, Any], tmp_path: Path, stay_quantized: Callable[..., None]) -> None:
+    """They are dequantized, on a GPU, too; the plan counts them so."""
+    described, described_wide = GPTQ | {"desc_act": True} | changes, LLAMA | {"hidden_size": 128}
+    packing = "gptq_v2" if GPTQ_V2.items() <= changes.items() else "gptq"
+    store = reordered(int4(packing, 32, symmetric=changes["sym"]))
+    meant = write(tmp_path, described_wide, described, store)
+    stay_quantized()
+    checkpoint = open_checkpoint(str(tmp_path))
+    expected = logits(load(ModelConfig.from_dict(described_wide), meant.__getitem__))
+    assert (logits(load(checkpoint.config, checkpoint.tensor)) - expected).abs().max() < 2e-5 * expected.abs().max()
+    parts = on_ranks(2, lambda ranks: logits(decoder_of(checkpoint, ranks=ranks)))
+    assert (parts[0] - expected).abs().max() < 2e-5 * expected.abs().max()
+    count = sum(item.numel() for item in meant.values())
+    assert weight_bytes(checkpoint.config, torch.bfloat16, CPU) == 2 * count
+    change(tmp_path, f"{NAME}.g_idx", torch.arange(128).int() % 5)
+    checkpoint = open_checkpoint(str(tmp_path))
+    with pytest.raises(SpecbatchError, match=r"down_proj.weight.*its g_idx has another group than 0 to 3"):
+        load(checkpoint.config, checkpoint.tensor)
+
+
 @pytest.mark.parametrize("value", [0.0, 0.5])
 def test_biases_of_layers_without_one_must_be_zero(value: float, tmp_path: Path) -> None:
     """Old versions of AutoGPTQ write a bias of zeros for every layer."""
@@ -149,7 +186,7 @@ def test_packed_words_are_those_of_the_formats() -> None:
     assert torch.equal(read("gptq", {"a.qweight": gptq, "a.qzeros": sevens, "a.scales": ones}), by_input)
     assert torch.equal(read("gptq_v2", {"a.qweight": gptq, "a.qzeros": eights, "a.scales": ones}), by_input)
     packed = {"a.weight_packed": gptq.t(), "a.weight_scale": ones.t(), "a.weight_zero_point": eights}
-    assert torch.equal(read("compressed-tensors", packed), by_input)
+    assert torch.equal(read("pack-quantized", packed), by_input)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +197,6 @@ def test_packed_words_are_those_of_the_formats() -> None:
         ("gptq", f"{NAME}.qweight", torch.ones(16, 64), "qweight is F32; packed INT4 values are in I32"),
         ("gptq", f"{NAME}.qzeros", torch.ones(4, 8).long(), "qzeros is I64; packed INT4 values are in I32"),
         ("gptq", f"{NAME}.qzeros", torch.ones(3, 8).int(), r"qzeros is \[3, 8\]; its config requires \[4, 8\]"),
-        ("gptq", f"{NAME}.g_idx", torch.arange(128).int() % 4, r"g_idx: its inputs are in another order \(desc_act\)"),
         ("awq", "lm_head.qweight", torch.ones(64, 5).int(), "lm_head.weight is quantized"),
         ("symmetric", f"{NAME}.weight_scale", torch.ones(64, 3).half(), r"weight_scale is \[64, 3\]; .* \[64, 4\]"),
     ],

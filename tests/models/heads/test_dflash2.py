@@ -46,7 +46,7 @@ def test_names_and_shapes_are_those_of_published_files() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         SMALL | {"architectures": ["DFlashDraftModel"]},
-        "algorithm='dflash2': .* neither Markov head nor selector; use 'dfl",
+        "algorithm='dflash2': .* no head of its own; use 'dfl",
     ),
     ({"speculators_model_type": "dflash2"}, "speculators_model_type='dflash2'"),
     (changed(conv_group_size=24), "conv_group_size=24: it must divide hidden_size=64"),
@@ -84,7 +84,7 @@ def test_folder_is_read_and_checked(tmp_path: Path) -> None:
         return "\n".join(lines)
 
     text = planned(tensors, "toy")
-    assert "convolutions over 2 tokens, groups of 16 channels; a selector of rank 6 chooses from 5 tokens" in text
+    assert "convolutions over 2 tokens, groups of 16 channels\n  a selector of rank 6 chooses from 5 tokens" in text
     with pytest.raises(SpecbatchError, match="not trained for qwen3-8b: hidden_size is 64"):
         planned(tensors, "qwen3-8b")
     del tensors["layers.0.mlp_conv.base_kernel"]

@@ -95,7 +95,7 @@ def test_without_a_markov_head_it_is_a_dflash_draft() -> None:
     assert not any(name.startswith("markov") for name in weight_shapes(config))
     assert DFlashConfig.from_dict(speculators(markov_rank=0)).most_drafts == 7
     for reader, raw, message in (
-        (DSparkConfig, plain, "algorithm='dspark': the draft has neither Markov head nor selector; use 'dflash'"),
+        (DSparkConfig, plain, "algorithm='dspark': the draft has no head of its own; use 'dflash'"),
         (DSparkConfig, QWEN3_8B_B7 | {"architectures": ["DFlashDraftModel"], "markov_rank": None}, "'dflash'"),
         (DFlashConfig, QWEN3_8B_B7, "algorithm='dflash': the draft has a Markov head; use 'dspark'"),
         (DFlashConfig, speculators(), "use 'dspark'"),

@@ -16,6 +16,13 @@ def answers(*texts, reason="stop", tokens=9, sent=3, counted=3):
     return [Completion(n, [5] * sent, [], text, reason, metrics) for n, text in enumerate(texts)]
 
 
+def reasoning(text, tokens, reasoned=2):
+    """An answer of which so many tokens are reasoning, without its opening mark."""
+    (one,) = answers(text, tokens=tokens)
+    one.metrics.reasoning_tokens = reasoned
+    return [one]
+
+
 @pytest.fixture
 def asked(tmp_path):
     def make(form="messages", **settings):
@@ -48,6 +55,10 @@ def test_good_answers_give_no_warning(asked):
         assert found(workload, completions) == ""
 
 
+def test_reasoning_that_the_prompt_opens_is_known_by_its_tokens(asked):
+    assert found(asked(thinking=True), reasoning("b", tokens=3)) == ""
+
+
 @pytest.mark.parametrize(
     ("form", "settings", "completions", "warning"),
     [
@@ -57,6 +68,8 @@ def test_good_answers_give_no_warning(asked):
         ("messages", {"thinking": True}, answers("a", "b"),
          "no answer contains <think> or </think> though thinking is on"),
         ("messages", {}, answers("<think>Hm", "a"), "1 of 2 answers end inside their reasoning: use more than 16"),
+        ("messages", {"thinking": False}, reasoning("b", tokens=3), "1 of 1 answers contain <think> though"),
+        ("messages", {}, reasoning("b", tokens=3, reasoned=3), "1 of 1 answers end inside their reasoning"),
         ("messages", {}, answers("a", "b", reason="length"),
          "all answers were cut off at 16 tokens: use a larger --output-len, or the model is a base model"),
         ("messages", {}, answers("x<|im_start|>", "a"),

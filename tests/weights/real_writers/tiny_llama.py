@@ -23,7 +23,7 @@ LINEAR = (".q_proj", ".k_proj", ".v_proj", ".o_proj", ".gate_proj", ".up_proj", 
 
 
 def write_model(folder: Path, dtype: torch.dtype = torch.float16, hidden: int = 64) -> Path:
-    """hidden: 64, or 128 for tools with groups or blocks of 128."""
+    """hidden: 64, or 128 for tools with groups or blocks of 128; 256 for several blocks."""
     torch.manual_seed(1)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

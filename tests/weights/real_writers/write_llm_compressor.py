@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization.lifecycle.forward import dequantize
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from safetensors.torch import load_file, save_file
 from tiny_llama import calibration, each, keep, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
@@ -28,11 +32,11 @@ KINDS = {  # name -> scheme, group size of the weights if not the scheme's
     "llm-compressor-nvfp4": ("NVFP4", None),
     "llm-compressor-nvfp4a16": ("NVFP4A16", None),
     "llm-compressor-mxfp4": ("MXFP4", None),
+    "llm-compressor-mxfp4a16": ("MXFP4A16", None),
     "llm-compressor-fp8-cache": ("FP8_DYNAMIC", None),
     "llm-compressor-cache": (None, None),
 }
 CACHES = {"llm-compressor-fp8-cache": "tensor", "llm-compressor-cache": "attn_head"}  # strategies of their KV caches
-REFUSED = [f"llm-compressor-{name}" for name in ("w4afp8", "w8a8", "w8a16", "nvfp4", "nvfp4a16", "mxfp4")]
 
 
 def scheme_of(preset: str, group: int | None) -> QuantizationScheme:
@@ -61,12 +65,34 @@ def main(out: Path, names: list[str]) -> None:
                 recipe=modifier(**groups, ignore=["lm_head"]),
                 output_dir=str(written),
             )  # fmt: skip
-            if name in REFUSED:
-                keep(written, out / name, None)
+            if "nvfp4" in name:
+                keep(written, out / name, nvfp4_weights(written, groups["config_groups"]["group_0"].weights))
                 continue
             config = CompressedTensorsConfig(run_compressed=False)
-            read = AutoModelForCausalLM.from_pretrained(written, quantization_config=config, dtype=torch.float32)
+            exact = with_float32_scales(written, Path(folder, "exact"))
+            read = AutoModelForCausalLM.from_pretrained(exact, quantization_config=config, dtype=torch.float32)
             keep(written, out / name, each(read, lambda layer: layer.weight.float()))
+
+
+def with_float32_scales(written: Path, to: Path) -> Path:
+    """The same checkpoint: decompression at load rounds weights to the type of their scales, BF16."""
+    shutil.copytree(written, to)
+    stored = load_file(written / "model.safetensors")
+    scales = {name: t.float() for name, t in stored.items() if name.endswith("_scale") and t.dtype == torch.bfloat16}
+    save_file(stored | scales, to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def nvfp4_weights(written: Path, args: QuantizationArgs) -> dict[str, torch.Tensor]:
+    """In float32, where decompression at load rounds the scales divided by the global one to BF16."""
+    stored, found = load_file(written / "model.safetensors"), {}
+    for name in stored:
+        if name.endswith(".weight_packed"):
+            stem, (out, half) = name.removesuffix("_packed"), stored[name].shape
+            values = unpack_fp4_from_uint8(stored[name], out, 2 * half, torch.float32)
+            scale, whole = stored[f"{stem}_scale"].float(), stored[f"{stem}_global_scale"]
+            found[stem] = dequantize(values, scale, args=args, dtype=torch.float32, global_scale=whole)
+    return found
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ class Reasoning:
     """Finds the answer after the reasoning in the outputs of a model. <think> is known for every model, other marks for
     those whose vocabulary has their tokens: none without a tokenizer.
 
+    marks   texts that end reasoning, by those that begin it
     opens   texts that begin reasoning
     hidden  whether a mark has special tokens, which a text shows only without `skip_special_tokens`
     """
@@ -32,6 +33,7 @@ class Reasoning:
         """end: another text that ends the reasoning, of a model that is not known."""
         strings = set() if tokenizer is None else set(tokenizer.vocabulary())
         known = {begin: end for begin, end in MARKS.items() if begin == OPEN or _tokens_of(begin, end) <= strings}
+        self.marks = known
         self.opens = tuple(known)
         self._ends = [*known.values(), *([] if end is None else [end])]
         self._own_ends = tuple(
@@ -62,6 +64,29 @@ class Reasoning:
         the vocabulary and the template of the model have its end, and the prompt does not end with that."""
         return bool(self._own_ends) and not prompt.rstrip().endswith(self._own_ends)
 
+    def split(self, text: str, *, prompt: str = "") -> tuple[str | None, str]:
+        """The reasoning, None without one, and the answer, which follows the first end, as in vLLM and SGLang. Without
+        reasoning the answer is the text as it is.
+
+        text    of an output with all its marks
+        prompt  rendered, or its end
+        """
+        begin = text.lstrip()
+        mark = next((mark for mark in self.opens if begin.startswith(mark)), None)
+        inside = begin.removeprefix(mark or "")
+        if mark is None and not self.is_opened_by(prompt) and not self._ends_alone(text, prompt):
+            return None, text
+        ends = self._ends if mark is None else [self.marks[mark]]
+        places = [(inside.index(end), end) for end in ends if end in inside]
+        if not places:
+            return inside.strip(), ""
+        place, end = min(places)
+        return inside[:place].strip(), inside[place + len(end) :].lstrip()
+
+    def _ends_alone(self, text: str, prompt: str) -> bool:
+        """Whether reasoning ends in a text that has no opening mark."""
+        return self.may_open(prompt) and any(end in text for end in self._own_ends)
+
     def answer_of(self, text: str, tokens: Sequence[int] | None, *, opened: bool = False) -> str:
         """The text after the last end of reasoning: all of it if there is no reasoning, nothing if that did not end.
 
@@ -87,3 +112,38 @@ def _after(mark: list[int], tokens: Sequence[int]) -> int:
     """The place after the last occurrence of some tokens in others, 0 without one."""
     places = range(len(tokens) - len(mark), -1, -1)
     return next((place + len(mark) for place in places if list(tokens[place : place + len(mark)]) == mark), 0)
+
+
+class ReasoningTokens:
+    """Finds the reasoning of outputs by its tokens: that of models whose vocabulary has the tokens of a mark."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        strings = set(tokenizer.vocabulary())
+        known = {begin: end for begin, end in MARKS.items() if _tokens_of(begin, end) <= strings}
+        self._reasoning = Reasoning(tokenizer)
+        self._tokenizer = tokenizer
+
+        def tokens_of(mark: str) -> list[int]:
+            return tokenizer.encode(mark, add_special_tokens=False)
+
+        self._opens, self._ends = [tokens_of(mark) for mark in known], [tokens_of(end) for end in known.values()]
+        self.last = frozenset(end[-1] for end in self._ends)
+
+    def ends(self, tokens: Sequence[int], start: int) -> bool:
+        """Whether tokens end with the end of reasoning. start: of the output in them."""
+        return any(len(tokens) - start >= len(end) and tokens[-len(end) :] == end for end in self._ends)
+
+    def is_open(self, prompt: Sequence[int], output: Sequence[int]) -> bool:
+        """Whether an output without an end of reasoning is reasoning: its prompt or its first tokens begin that."""
+        if any(list(output[: len(mark)]) == mark for mark in self._opens):
+            return True
+        return self._reasoning.is_opened_by(self._tokenizer.decode(list(prompt[-_LAST:]), skip_special_tokens=False))
+
+
+_LAST = 32  # tokens of a prompt, in which it opens reasoning
+
+
+def reasoning_tokens(tokenizer: Tokenizer) -> ReasoningTokens | None:
+    """None for a vocabulary without such marks."""
+    found = ReasoningTokens(tokenizer)
+    return found if found.last else None

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from specbatch.jobs.thinking import Reasoning
+from specbatch.text.thinking import Reasoning
 from specbatch.text.tokenizer import ByteTokenizer, Tokenizer
 
 

@@ -1,0 +1,158 @@
+"""Regular expressions of calls: texts without a mark, each form, strict and other functions, refusals."""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import pytest
+from call_forms import SEVERAL, TEMPLATES
+
+from specbatch.errors import SpecbatchError
+from specbatch.jobs.call_grammar import call_regex, check_marks, text_without, with_reasoning
+from specbatch.jobs.openai_tools import Function, ToolUse
+from specbatch.text.tool_calls import CallForm, form_of
+
+F = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y<"]}}, "required": ["a"]}
+
+
+def form(name: str) -> CallForm:
+    found = form_of(TEMPLATES[name])
+    assert found is not None
+    return found
+
+
+def function(name: str = "f", schema: Any = F, strict: bool | None = None) -> Function:
+    return Function(name=name, parameters=schema, strict=strict)
+
+
+def written(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls in a form, as its models write them."""
+    of = form(name)
+
+    def arguments(values: dict[str, Any]) -> str:
+        if of.parameter is None:
+            return json.dumps(values)
+        before, middle, after = of.parameter
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+        return "".join(f"{before}{key}{middle}{text}{after}" for key, text in texts.items())
+
+    own = [f"{of.before}{name}{of.middle}{arguments(values)}{of.after}" for name, values in calls]
+    return of.opening + ("; " if of.separator is None else of.separator).join(own) + of.closing
+
+
+@pytest.mark.parametrize(
+    ("marks", "letters"),
+    [
+        (["</t>"], "</t>a\n"),
+        (["<|"], "<|a"),
+        (["\n/"], "\n/a"),
+        (["[]^"], "[]^a"),
+        (["<t/", "<ta>"], "<ta/>"),
+    ],
+)
+def test_texts_without_marks(marks: list[str], letters: str) -> None:
+    expression = re.compile(text_without(*marks))
+    for size in range(8 if len(letters) < 6 else 6):
+        for characters in itertools.product(letters, repeat=size):
+            text = "".join(characters)
+            assert (expression.fullmatch(text) is not None) == (not any(mark in text for mark in marks)), text
+
+
+def test_mark_with_its_first_character_twice() -> None:
+    with pytest.raises(ValueError, match="does not have '<' once"):
+        text_without("<a<")
+    with pytest.raises(ValueError, match="does not have '<' once"):
+        text_without("<a", "[a")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_required_calls_follow_their_schemas(name: str) -> None:
+    g = function("g", {"type": "object", "properties": {"c": {"type": "string"}}, "required": ["c"]})
+    use = ToolUse([function(), g], must_call=True, parallel=True)
+    expression = re.compile(call_regex(use, form(name)))
+    right = [("f", {"a": 1}), ("f", {"a": -12, "b": "y<"}), ("g", {"c": "some text"})]
+    for call in right:
+        assert expression.fullmatch(written(name, call)), call
+    for call in [("f", {}), ("f", {"a": "x"}), ("f", {"a": 1, "b": "z"}), ("h", {"a": 1}), ("g", {"a": 1})]:
+        assert not expression.fullmatch(written(name, call)), call
+    assert bool(expression.fullmatch(written(name, *right))) == (name in SEVERAL)
+    assert not expression.fullmatch("")
+    assert not expression.fullmatch("text")
+    one = re.compile(call_regex(ToolUse([function(), g], must_call=True, parallel=False), form(name)))
+    assert one.fullmatch(written(name, right[0]))
+    assert not one.fullmatch(written(name, *right))
+    content, calls = form(name).split(written(name, *right[:1]), {})
+    assert (content, [tuple(call) for call in calls]) == ("", right[:1])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_with_strict_functions_there_may_be_text_and_no_call(name: str) -> None:
+    use = ToolUse([function(strict=True), function("loose", F)], must_call=False, parallel=True)
+    expression = re.compile(call_regex(use, form(name)))
+    before = "" if name not in SEVERAL else "I see < and [.\n"
+    other = {"z": [1]} if name.startswith("Mistral") else {"z": [{"y": [{}]}]}
+    for text in ["Just text.", "a\nb", before + written(name, ("f", {"a": 1})), written(name, ("loose", other))]:
+        assert expression.fullmatch(text), text
+    for call in [("f", {"a": "x"}), ("f", {}), ("h", {"a": 1})]:
+        assert not expression.fullmatch(written(name, call)), call
+
+
+def test_reasoning_before_a_call() -> None:
+    optional = re.compile(with_reasoning("x", "<think>", "</think>", opened=False))
+    opened = re.compile(with_reasoning("x", "<think>", "</think>", opened=True))
+    for text, fits, fits_opened in [
+        ("x", True, False),
+        ("<think>a < b\n</think>x", True, True),
+        ("a</think>x", False, True),
+        ("<think>a</think></think>x", False, False),
+        ("<think>a", False, False),
+    ]:
+        assert (bool(optional.fullmatch(text)), bool(opened.fullmatch(text))) == (fits, fits_opened), text
+
+
+def test_function_without_parameters() -> None:
+    for name in TEMPLATES:
+        use = ToolUse([Function(name="f")], must_call=True, parallel=False)
+        assert re.fullmatch(call_regex(use, form(name)), written(name, ("f", {})))
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "reason"),
+    [
+        ("Hermes'", {"type": "object", "properties": {"a": {"not": {}}}}, "its parameters have no grammar, which strict"),
+        ("Qwen3-Coder's", {"type": "object", "properties": {"a": {}}}, "property 'a' states no type of its own"),
+        ("Qwen3-Coder's", {"properties": {"a": {"type": "string", "pattern": "x"}}}, "property 'a' is a string with pattern"),
+        ("GLM-4.5's", {"properties": {"a": {"type": ["string", "null"]}}}, "property 'a' is a string with also null"),
+        ("GLM-4.5's", {"type": "array"}, "parameters must be an object"),
+        ("GLM-4.5's", {"properties": {}, "required": ["b"]}, "required has 'b', which is not in properties"),
+    ],
+)  # fmt: skip
+def test_schema_without_a_grammar_is_refused(name: str, schema: Any, reason: str) -> None:
+    with pytest.raises(SpecbatchError, match=re.escape(reason)) as error:
+        call_regex(ToolUse([function("f", schema, strict=True)], False, True), form(name))
+    assert "\n" not in str(error.value)
+    assert "tools='f'" in str(error.value)
+
+
+def test_schema_of_parameters_that_are_written_one_by_one() -> None:
+    schema = {
+        "$defs": {"P": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+        "type": "object",
+        "properties": {"p": {"type": "array", "items": {"$ref": "#/$defs/P"}}, "t": {"const": "a.b"}},
+        "required": ["p", "t"],
+    }
+    expression = re.compile(call_regex(ToolUse([function("f", schema)], True, True), form("Qwen3-Coder's")))
+    assert expression.fullmatch(written("Qwen3-Coder's", ("f", {"p": [{"x": 1.5}], "t": "a.b"})))
+    assert not expression.fullmatch(written("Qwen3-Coder's", ("f", {"p": [{"x": "y"}], "t": "a.b"})))
+    assert not expression.fullmatch(written("Qwen3-Coder's", ("f", {"p": [{"x": 1.5}], "t": "axb"})))
+
+
+def test_special_tokens_have_no_grammar() -> None:
+    use = ToolUse([function()], True, True)
+    with pytest.raises(SpecbatchError, match=r"\[TOOL_CALLS\], and a grammar has no special tokens; use auto"):
+        check_marks(use, form("Mistral's"), ["[TOOL_CALLS]"])
+    check_marks(use, form("Hermes'"), ["<|im_end|>"])
