@@ -33,17 +33,20 @@ from specbatch.grammar.schema_words import ASSERTIONS
 _S = "[ ]?"
 
 
-def regex_of_schema(root: Any) -> str:
-    """The expression for a schema as `schema_rewrite` leaves it. Raises RegexError."""
+def regex_of_schema(root: Any, free: int = 0) -> str:
+    """The expression for a schema as `schema_rewrite` leaves it. Raises RegexError.
+
+    free: how many arrays and objects a value without a schema may have in each other; 0: there are no such values."""
     try:
-        return _Schema(root).regex(root, "#", ())
+        return _Schema(root, free).regex(root, "#", ())
     except RecursionError:
         raise SchemaError(NESTED) from None
 
 
 class _Schema:
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, free: int) -> None:
         self._root = root
+        self._free = free
 
     def regex(self, schema: Any, place: str, refs: tuple[str, ...]) -> str:
         """refs: the references that lead to the schema."""
@@ -56,7 +59,7 @@ class _Schema:
     def _regex(self, schema: Any, place: str, refs: tuple[str, ...]) -> str:
         keys = schema.keys() & ASSERTIONS if isinstance(schema, dict) else set()
         if not keys:
-            raise SchemaError(f"{place} accepts anything, or nothing")
+            return self._anything(schema is True or isinstance(schema, dict), self._free, place)
         if "$ref" in keys:
             only(place, keys, {"$ref"})
             if (reference := schema["$ref"]) in refs:
@@ -99,7 +102,9 @@ class _Schema:
             return rf"\[{_S}{f'{_S},{_S}'.join(parts)}{_S}\]"
         if most == 0:
             return rf"\[{_S}\]"
-        return _repeated(r"\[", self.regex(schema.get("items"), f"{place}/items", refs), r"\]", least, most)
+        if "items" not in schema:
+            return _repeated(r"\[", self._anything(True, self._free - 1, place), r"\]", least, most)
+        return _repeated(r"\[", self.regex(schema["items"], f"{place}/items", refs), r"\]", least, most)
 
     def _object(self, schema: Mapping[str, Any], place: str, refs: tuple[str, ...]) -> str:
         required, properties = schema.get("required", []), schema.get("properties", {})
@@ -108,10 +113,13 @@ class _Schema:
         if not all(isinstance(name, str) for name in required):
             raise SchemaError(f"{place}/required must be a list of names")
         more = schema.get("additionalProperties", not properties)
-        if more is not False:
+        if more is not False and not (properties and self._free):
             if properties or required:
                 raise SchemaError(f"{place} may have any properties")
-            value = self.regex(more, f"{place}/additionalProperties", refs)
+            if more is True:
+                value = self._anything(True, self._free - 1, place)
+            else:
+                value = self.regex(more, f"{place}/additionalProperties", refs)
             return _repeated(r"\{", f"{SIMPLE['string']}{_S}:{_S}{value}", r"\}", 0, None)
         if missing := [name for name in required if name not in properties]:
             raise SchemaError(f"{place}/required has {missing[0]!r}, which is not in properties")
@@ -122,6 +130,17 @@ class _Schema:
         if sum(map(len, members)) > LONGEST:
             raise SchemaError(f"{place}/properties is too large as a regular expression")
         return _members(members, [name in needed for name in properties])
+
+    def _anything(self, is_value: bool, depth: int, place: str) -> str:
+        """Any value with up to so many arrays and objects in each other."""
+        if not is_value or not self._free:
+            raise SchemaError(f"{place} accepts anything, or nothing")
+        options = [SIMPLE[kind] for kind in ("string", "number", "boolean", "null")]
+        if depth > 0:
+            inner = self._anything(True, depth - 1, place)
+            options.append(_repeated(r"\[", inner, r"\]", 0, None))
+            options.append(_repeated(r"\{", f"{SIMPLE['string']}{_S}:{_S}{inner}", r"\}", 0, None))
+        return any_of(options)
 
 
 def _members(parts: list[str], required: list[bool]) -> str:

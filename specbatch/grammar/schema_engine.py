@@ -16,6 +16,7 @@ from specbatch.grammar.limits import READING_S, RegexError, limited, remembered
 from specbatch.grammar.regex_parser import checked_regex
 from specbatch.grammar.schema_rewrite import Readings, SchemaError, readings
 
+_FREE = 2  # arrays and objects in a value without a schema, in a larger expression
 TRANSLATING = 150_000  # steps of the expression of a schema, see `limits.spend`
 
 
@@ -59,6 +60,15 @@ def _grammar(found: Readings) -> str:
         if found.rewritten is None:
             raise SchemaError(found.reason) from None
         return host_grammar(json.loads(found.rewritten))
+
+
+def embedded_regex(schema: Any) -> str:
+    """The expression for a schema as a part of a larger one, which has no other engine. Values without a schema have at
+    most two arrays and objects in each other, and objects with properties have no others. Raises RegexError."""
+    found = readings(json.dumps(schema))
+    if found.rewritten is None:
+        raise SchemaError(found.reason)
+    return regex_of_schema(json.loads(found.rewritten), _FREE)
 
 
 def host_grammar_of(schema: str) -> str:

@@ -150,10 +150,10 @@ class _Rewrite(_Visit):
             given = schema.pop("not")
             self._limit(schema, negated(given, _property_names(schema), self._resolved), f"{place}/not")
         discriminator = schema.get("discriminator")
-        if isinstance(discriminator, dict) and isinstance(name := discriminator.get("propertyName"), str):
+        if isinstance(discriminator, dict) and isinstance(tag := discriminator.get("propertyName"), str):
             for key in {"anyOf", "oneOf"} & schema.keys():  # OpenAPI requires it in each of their schemas
                 if isinstance(schema[key], list):
-                    schema[key] = [_requiring(name, self._resolved(each)) for each in schema[key]]
+                    schema[key] = [_requiring(tag, self._resolved(each)) for each in schema[key]]
         if isinstance(schema.get("oneOf"), list):
             given = schema.pop("oneOf")
             self._limit(schema, self._one_of(given, schema, place), f"{place}/oneOf")

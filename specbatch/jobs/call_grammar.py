@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specbatch.errors import refuse
-from specbatch.grammar.json_schema import regex_of_schema
 from specbatch.grammar.limits import RegexError
+from specbatch.grammar.schema_engine import embedded_regex
 from specbatch.jobs.openai_tools import Function, ToolUse
 from specbatch.text.tool_calls import CallForm, types_of
 
@@ -80,7 +79,7 @@ def _call(function: Function, form: CallForm, *, always: bool) -> str:
 
 
 def _json_of(schema: Any) -> str:
-    return f"(?:{regex_of_schema(json.dumps(schema))})"
+    return f"(?:{embedded_regex(schema)})"
 
 
 def _in_parameters(function: Function, form: CallForm) -> str:
