@@ -203,7 +203,7 @@ def test_members_that_are_all_optional() -> None:
         ({"oneOf": [{"multipleOf": 3}, {"multipleOf": 5}]}, "#/oneOf has a schema whose opposite cannot be written"),
         ({"not": {"pattern": "a"}}, "#/not has a schema whose opposite cannot be written; let schemas differ"),
         ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "#/items/uniqueItems needs items with an"),
-        ({"anyOf": [{}], "const": -(2**62) - 1}, "it has an integer of 64 bits; use integers from -2^62 to 2^62"),
+        ({"anyOf": [{}], "const": -(2**62) - 1}, "it has an integer of 63 bits; use integers from -2^62 to 2^62"),
     ],
 )
 def test_schemas_that_no_engine_has_are_refused_in_one_line(schema: Any, why: str) -> None:
