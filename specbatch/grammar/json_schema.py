@@ -40,7 +40,7 @@ DEPTH = 2  # arrays and objects in a value without a schema
 RECURSION = 2  # how often a reference is followed within itself
 _MOST_WORK = 100_000  # schemas that are followed or compared
 _VALUES = 512  # whose comparison takes about as long as that of two schemas
-_ANNOTATIONS = {
+ANNOTATIONS = {  # keywords without an effect
     "$comment", "$defs", "$id", "$schema", "default", "definitions", "deprecated", "description", "examples",
     "readOnly", "title", "writeOnly",
 }  # fmt: skip
@@ -85,7 +85,7 @@ class _Schema:
             return _anything(DEPTH)
         if not isinstance(schema, dict):
             raise SchemaError(f"{place} must be an object")
-        keys = schema.keys() - _ANNOTATIONS
+        keys = schema.keys() - ANNOTATIONS
         if not keys:
             return _anything(DEPTH)
         if keys & {"$ref", "allOf"}:
@@ -157,7 +157,7 @@ class _Schema:
         reference. Schemas of an `allOf` are one schema then."""
         self._spend(1)
         while isinstance(schema, dict) and "$ref" in schema:
-            only(place, schema.keys() - _ANNOTATIONS, {"$ref"})
+            only(place, schema.keys() - ANNOTATIONS, {"$ref"})
             schema, place, refs = self._refer(schema["$ref"], place, refs)
         if not isinstance(schema, dict) or "allOf" not in schema:
             return Place(schema, place, refs)
@@ -167,14 +167,14 @@ class _Schema:
         ]
         if given[0] is schema["allOf"][0]:  # of a merge; the schema itself has no such place
             place = given[0].place
-        if beside := {key: value for key, value in schema.items() if key != "allOf" and key not in _ANNOTATIONS}:
+        if beside := {key: value for key, value in schema.items() if key != "allOf" and key not in ANNOTATIONS}:
             given.append(Place(beside, place, refs))
         parts = list[Place]()
         for part in given:
             found = self._follow(*part)
             if found.schema is not True and not isinstance(found.schema, dict):
                 raise SchemaError(f"{found.place} must be an object")
-            if found.schema is not True and (keys := found.schema.keys() - _ANNOTATIONS):
+            if found.schema is not True and (keys := found.schema.keys() - ANNOTATIONS):
                 self._spend(len(found.schema))
                 parts.append(found._replace(schema={key: found.schema[key] for key in found.schema if key in keys}))
         return parts[0] if len(parts) == 1 else Place(merged(parts) if parts else {}, place, refs)

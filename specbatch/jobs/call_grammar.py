@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specbatch.errors import refuse
-from specbatch.grammar.json_schema import regex_of_schema
+from specbatch.grammar.json_schema import ANNOTATIONS, regex_of_schema
 from specbatch.grammar.limits import RegexError
 from specbatch.jobs.openai_tools import Function, ToolUse
 from specbatch.text.tool_calls import CallForm, types_of
 
-_NOTES = {"description", "title", "default", "examples", "$comment"}  # keywords without an effect
+# Keywords of an object. Its additional properties are never written, and so have any schema.
+_OBJECT = {"additionalProperties", "properties", "required", "type"}
 _BLANK = "\\n{0,2}"  # between the end of reasoning and a call
 
 
@@ -91,10 +92,14 @@ def _in_parameters(function: Function, form: CallForm) -> str:
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list) or schema.get("type") != "object":
         raise RegexError("parameters must be an object with properties")
+    if others := schema.keys() - ANNOTATIONS - _OBJECT:
+        raise RegexError(f"parameters have {', '.join(sorted(others))}, and this form writes them one by one")
     if missing := [name for name in required if not isinstance(name, str) or name not in properties]:
         raise RegexError(f"required has {missing[0]!r}, which is not in properties")
     found = ""
     for name, value in properties.items():
+        if set("<>") & set(name):
+            raise RegexError(f"property {name!r} has < or >, which end names in this form")
         part = re.escape(before + name + middle) + _value(name, value, schema, after.strip()) + re.escape(after)
         found += part if name in required else f"(?:{part})?"
     return found
@@ -107,12 +112,17 @@ def _value(name: str, schema: Any, root: Mapping[str, Any], end: str) -> str:
         raise RegexError(f"property {name!r} states no type of its own, and this form writes strings without quotes")
     if "string" not in kinds:
         return _json_of({**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema})
-    if kinds != {"string"} or (keys := schema.keys() - _NOTES - {"type", "enum", "const"}):
+    if kinds != {"string"} or (keys := schema.keys() - ANNOTATIONS - {"type", "enum", "const"}):
         reason = f"also {', '.join(sorted(kinds - {'string'}))}" if kinds != {"string"} else ", ".join(sorted(keys))
         raise RegexError(f"property {name!r} is a string with {reason}, and this form writes strings without quotes")
     values: Any = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is not None and not (isinstance(values, list) and values):
         raise RegexError(f"enum of property {name!r} must be a list of values")
+    if values is not None and "const" in schema and values != [schema["const"]]:
+        raise RegexError(f"property {name!r} has const beside enum; leave one out")
+    for value in values or ():
+        if end in value or value != value.strip("\n"):
+            raise RegexError(f"property {name!r} has the value {value!r}, which this form cannot write")
     return text_without(end) if values is None else f"(?:{'|'.join(map(re.escape, values))})"
 
 

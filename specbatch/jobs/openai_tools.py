@@ -16,6 +16,9 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+_NOT_BESIDE_TYPE = {"$ref", "allOf", "anyOf", "const", "enum", "oneOf"}  # of keywords
+
+
 class Function(_Strict):
     """A function that a model may call."""
 
@@ -33,10 +36,17 @@ class Function(_Strict):
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
-        """The JSON schema of the arguments, which are an object also where it does not say so."""
+        """The JSON schema of the arguments, which are an object also where it does not say so, or allows more."""
         if self.parameters is None:
             return {"type": "object", "properties": {}}
-        return {"type": "object"} | self.parameters if "properties" in self.parameters else self.parameters
+        if "type" not in self.parameters and not self.parameters.keys() & _NOT_BESIDE_TYPE:
+            return {"type": "object"} | self.parameters
+        if self.parameters.get("type") == "object":
+            return self.parameters
+        apart = {"$ref", "allOf"}  # which cannot be beside an allOf
+        rest = {key: value for key, value in self.parameters.items() if key not in apart}
+        parts = [{key: self.parameters[key]} for key in sorted(apart & self.parameters.keys())]
+        return rest | {"allOf": [{"type": "object"}, *parts]}
 
 
 class Tool(_Strict):

@@ -129,6 +129,15 @@ def test_function_without_parameters() -> None:
         ("GLM-4.5's", {"properties": {"a": {"type": ["string", "null"]}}}, "property 'a' is a string with also null"),
         ("GLM-4.5's", {"type": "array"}, "parameters must be an object"),
         ("GLM-4.5's", {"properties": {}, "required": ["b"]}, "required has 'b', which is not in properties"),
+        ("Hermes'", {"type": "string"}, "have no type in common"),
+        ("Hermes'", {"$ref": "#/$defs/A", "$defs": {"A": {"type": "string"}}}, "have no type in common"),
+        ("Hermes'", {"allOf": 5}, "#/allOf/1/allOf must be a list"),
+        ("GLM-4.5's", {"type": "object", "$ref": "#/$defs/A"}, "parameters have $ref, and this form writes them one"),
+        ("GLM-4.5's", {"properties": {}, "minProperties": 1}, "parameters have minProperties"),
+        ("GLM-4.5's", {"properties": {"a<b": {"type": "integer"}}}, "property 'a<b' has < or >"),
+        ("Qwen3-Coder's", {"properties": {"a": {"enum": ["x", "\n</parameter>"]}}}, "has the value '\\n</parameter>'"),
+        ("Qwen3-Coder's", {"properties": {"a": {"enum": ["x\n"]}}}, "has the value 'x\\n'"),
+        ("Qwen3-Coder's", {"properties": {"a": {"enum": ["x", "y"], "const": "x"}}}, "has const beside enum"),
     ],
 )  # fmt: skip
 def test_schema_without_a_grammar_is_refused(name: str, schema: Any, reason: str) -> None:
@@ -136,6 +145,35 @@ def test_schema_without_a_grammar_is_refused(name: str, schema: Any, reason: str
         call_regex(ToolUse([function("f", schema, strict=True)], False, True), form(name))
     assert "\n" not in str(error.value)
     assert "tools='f'" in str(error.value)
+
+
+A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": ["object", "null"]},
+        {"$ref": "#/$defs/A", "$defs": {"A": A}},
+        {"anyOf": [A, {"type": "string"}, {"type": "null"}]},
+        {"allOf": [A]},
+        {"enum": [{"a": 1}, {}, 5, "x", None]},
+    ],
+)
+def test_arguments_are_an_object_whatever_else_their_schema_allows(schema: Any) -> None:
+    use = ToolUse([function("f", schema)], must_call=True, parallel=True)
+    expression = re.compile(call_regex(use, form("Hermes'")))
+    for arguments in ("{}", '{"a": 1}'):
+        assert expression.fullmatch(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+    for arguments in ("5", '"x"', "null", "[]"):
+        assert not expression.fullmatch(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_empty_schema_of_parameters(name: str) -> None:
+    use = ToolUse([function("f", {}, strict=True)], must_call=False, parallel=True)
+    assert re.fullmatch(call_regex(use, form(name)), written(name, ("f", {})))
 
 
 def test_schema_of_parameters_that_are_written_one_by_one() -> None:
