@@ -52,8 +52,9 @@ class _TooDeep(SchemaError):
 
 
 @remembered(SchemaError)
-def regex_of_schema(text: str) -> str:
-    """The expression for a schema, given as JSON. Raises RegexError."""
+def regex_of_schema(text: str, at: str = "#") -> str:
+    """The expression for a schema, given as JSON, or for the one in it to which the reference `at` leads. Raises
+    RegexError."""
     if len(text) > LONGEST:
         raise SchemaError(f"it has {len(text)} characters; use at most {LONGEST}")
     try:
@@ -62,7 +63,8 @@ def regex_of_schema(text: str) -> str:
         raise SchemaError(f"{error}; write a JSON schema") from None
     try:
         with limited(READING_S):
-            return _Schema(root).regex(root, "#", ("#",))
+            schema = _Schema(root)
+            return schema.regex(*schema.refer(at, "#", () if at == "#" else ("#",)))
     except RecursionError:
         raise SchemaError(NESTED) from None
 
@@ -158,7 +160,7 @@ class _Schema:
         self._spend(1)
         while isinstance(schema, dict) and "$ref" in schema:
             only(place, schema.keys() - ANNOTATIONS, {"$ref"})
-            schema, place, refs = self._refer(schema["$ref"], place, refs)
+            schema, place, refs = self.refer(schema["$ref"], place, refs)
         if not isinstance(schema, dict) or "allOf" not in schema:
             return Place(schema, place, refs)
         given = [
@@ -179,7 +181,7 @@ class _Schema:
                 parts.append(found._replace(schema={key: found.schema[key] for key in found.schema if key in keys}))
         return parts[0] if len(parts) == 1 else Place(merged(parts) if parts else {}, place, refs)
 
-    def _refer(self, ref: Any, place: str, refs: tuple[str, ...]) -> Place:
+    def refer(self, ref: Any, place: str, refs: tuple[str, ...]) -> Place:
         """The place that a reference names, as the fragment of a URI: a JSON pointer with percent-encoded characters
         (RFC 6901, section 6)."""
         if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):

@@ -6,12 +6,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import quote
 
 from specbatch.errors import refuse
 from specbatch.grammar.json_schema import ANNOTATIONS, regex_of_schema
 from specbatch.grammar.limits import RegexError
 from specbatch.jobs.openai_tools import Function, ToolUse
-from specbatch.text.tool_calls import CallForm, types_of
+from specbatch.text.tool_calls import CallForm, referred, types_of
 
 # Keywords of an object. Its additional properties are never written, and so have any schema.
 _OBJECT = {"additionalProperties", "properties", "required", "type"}
@@ -80,8 +81,8 @@ def _call(function: Function, form: CallForm, *, always: bool) -> str:
     return re.escape(form.before + function.name + form.middle) + arguments + re.escape(after)
 
 
-def _json_of(schema: Any) -> str:
-    return f"(?:{regex_of_schema(json.dumps(schema))})"
+def _json_of(schema: Any, at: str = "#") -> str:
+    return f"(?:{regex_of_schema(json.dumps(schema), at)})"
 
 
 def _in_parameters(function: Function, form: CallForm) -> str:
@@ -107,11 +108,13 @@ def _in_parameters(function: Function, form: CallForm) -> str:
 
 def _value(name: str, schema: Any, root: Mapping[str, Any], end: str) -> str:
     """A value: a string as it is, all else as JSON."""
-    kinds = types_of(schema)
+    kinds = types_of(schema, root)
     if not kinds:
         raise RegexError(f"property {name!r} states no type of its own, and this form writes strings without quotes")
     if "string" not in kinds:
-        return _json_of({**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema})
+        return _json_of(root, f"#/properties/{quote(name.replace('~', '~0').replace('/', '~1'), safe='')}")
+    if isinstance(ref := schema.get("$ref"), str) and schema.keys() - ANNOTATIONS == {"$ref"}:
+        return _value(name, referred(ref, root), root, end)
     if kinds != {"string"} or (keys := schema.keys() - ANNOTATIONS - {"type", "enum", "const"}):
         reason = f"also {', '.join(sorted(kinds - {'string'}))}" if kinds != {"string"} else ", ".join(sorted(keys))
         raise RegexError(f"property {name!r} is a string with {reason}, and this form writes strings without quotes")

@@ -189,6 +189,30 @@ def test_schema_of_parameters_that_are_written_one_by_one() -> None:
     assert not expression.fullmatch(written("Qwen3-Coder's", ("f", {"p": [{"x": 1.5}], "t": "axb"})))
 
 
+def test_references_of_parameters_that_are_written_one_by_one() -> None:
+    schema = {
+        "$defs": {"U": {"$ref": "#/$defs/V"}, "V": {"type": "string", "enum": ["C", "1"]}, "N": {"type": "integer"}},
+        "type": "object",
+        "properties": {
+            "unit": {"$ref": "#/$defs/U", "description": "x"},
+            "a/b%~": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]},
+            "parts": {"type": "array", "items": {"$ref": "#"}},
+        },
+        "required": ["unit"],
+    }
+    expression = re.compile(call_regex(ToolUse([function("f", schema)], True, True), form("GLM-4.5's")))
+    right = [{"unit": "1"}, {"unit": "C", "a/b%~": 5}, {"unit": "C", "a/b%~": None, "parts": [{"unit": "1"}]}]
+    for arguments in right:
+        text = written("GLM-4.5's", ("f", arguments))
+        assert expression.fullmatch(text)
+        assert form("GLM-4.5's").split(text, {"f": schema}) == ("", [("f", arguments)])
+    for arguments in [{"unit": "F"}, {"unit": "C", "a/b%~": "x"}, {"unit": "C", "parts": [[]]}]:
+        assert not expression.fullmatch(written("GLM-4.5's", ("f", arguments))), arguments
+    circle = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"$ref": "#/$defs/A"}}}
+    with pytest.raises(SpecbatchError, match="property 'a' states no type"):
+        call_regex(ToolUse([function("f", circle)], True, True), form("GLM-4.5's"))
+
+
 def test_special_tokens_have_no_grammar() -> None:
     use = ToolUse([function()], True, True)
     with pytest.raises(SpecbatchError, match=r"\[TOOL_CALLS\], and a grammar has no special tokens; use auto"):
