@@ -161,16 +161,16 @@ class DeviceBatch:
                 self._groups[first, others, most] = found
         return found
 
-    def place(self, count: int, length: int, pages: int) -> None:
+    def place(self, count: int, length: int, pages: int, vocabulary: int) -> None:
         """For measurements, while no request has a slot: give slots 1..count contexts of so many tokens with different
-        newest tokens, and `pages` pages of their own. With 0, as they were."""
+        newest tokens of the vocabulary, and `pages` pages of their own. With 0, as they were."""
         self.lengths[1:] = 0
         self.page_table[1:] = 0
         if count:
             own = torch.arange(count * pages, device=self.device).view(count, pages)
             self.page_table[1 : count + 1, :pages] = own + 1
             self.lengths[1 : count + 1] = length
-            self.tokens[1 : count + 1, length] = torch.arange(count, device=self.device) % 128
+            self.tokens[1 : count + 1, length] = torch.arange(count, device=self.device) % min(vocabulary, 128)
 
     def add_pages(self, pages: list[tuple[int, int, int]]) -> None:
         """Extend page rows: (slot, index in its row, page) each."""

@@ -104,20 +104,21 @@ class KeptTexts:
                 self._size -= _size(self._texts.popitem(last=False)[1])
 
 
-def remembered(error: type[RegexError]) -> Callable[[Callable[[str], str]], Callable[[str], str]]:
-    """Keeps the results and the refusals of a function of one text: a refusal takes as long to find. error: the class
-    of refusals."""
+def remembered(error: type[RegexError]) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """Keeps the results and the refusals of a function of texts: a refusal takes as long to find. error: the class of
+    refusals."""
 
-    def of(function: Callable[[str], str]) -> Callable[[str], str]:
+    def of(function: Callable[..., str]) -> Callable[..., str]:
         results, refusals = KeptTexts(), KeptTexts()
 
         @wraps(function)
-        def call(text: str) -> str:
+        def call(*texts: str) -> str:
+            text = "\0".join(texts)
             if (result := results.get(text)) is not None:
                 return result
             if (reason := refusals.get(text)) is None:
                 try:
-                    result = function(text)
+                    result = function(*texts)
                 except RegexError as found:
                     reason = str(found)
                     refusals.put(text, reason)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import quote
 
 from specbatch.errors import refuse
 from specbatch.grammar.limits import RegexError
 from specbatch.grammar.schema_engine import embedded_regex
+from specbatch.grammar.schema_words import ASSERTIONS
 from specbatch.jobs.openai_tools import Function, ToolUse
-from specbatch.text.tool_calls import CallForm, types_of
+from specbatch.text.tool_calls import CallForm, referred, types_of
 
-_NOTES = {"description", "title", "default", "examples", "$comment"}  # keywords without an effect
+# Keywords of an object. Its additional properties are never written, and so have any schema.
+_OBJECT = {"additionalProperties", "properties", "required", "type"}
+_MOVED = "#/$defs/parameters"
 _BLANK = "\\n{0,2}"  # between the end of reasoning and a call
 
 
@@ -65,7 +69,7 @@ def _call(function: Function, form: CallForm, *, always: bool) -> str:
     """One call. always: its arguments follow the schema also if it is not strict."""
     if always or function.strict:
         try:
-            arguments = _in_parameters(function, form) if form.parameter else _json_of(function.arguments_schema)
+            arguments = _in_parameters(function, form) if form.parameter else _json_of(_arguments(function))
         except RegexError as error:
             why = "strict" if function.strict else "tool_choice"
             works = f"its parameters have no grammar, which {why} needs ({error}); simplify them, or leave {why} out"
@@ -78,22 +82,49 @@ def _call(function: Function, form: CallForm, *, always: bool) -> str:
     return re.escape(form.before + function.name + form.middle) + arguments + re.escape(after)
 
 
-def _json_of(schema: Any) -> str:
+def _arguments(function: Function) -> dict[str, Any]:
+    if (schema := function.arguments_schema) is None:
+        raise RegexError("parameters must be an object")
+    return schema
+
+
+def _json_of(schema: Any, at: str = "#") -> str:
+    """Of the schema in `schema` to which the reference `at` leads."""
+    if at != "#":
+        schema = {"$ref": _MOVED + at[1:], "$defs": {"parameters": _moved(schema)}}
     return f"(?:{embedded_regex(schema)})"
+
+
+def _moved(schema: Any) -> Any:
+    """A schema that refers to itself as a part of another one, at `_MOVED`."""
+    if isinstance(schema, list):
+        return [_moved(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {
+        key: each if key in ("const", "default", "enum", "examples") else _moved(each) for key, each in schema.items()
+    }
+    if isinstance(ref := schema.get("$ref"), str) and ref.startswith("#"):
+        found["$ref"] = _MOVED + ref[1:]
+    return found
 
 
 def _in_parameters(function: Function, form: CallForm) -> str:
     """Arguments that are written one by one, in the order of the properties."""
     assert form.parameter is not None
     before, middle, after = form.parameter
-    schema = function.arguments_schema
+    schema = _arguments(function)
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(properties, Mapping) or not isinstance(required, list) or schema.get("type") != "object":
         raise RegexError("parameters must be an object with properties")
+    if others := schema.keys() & ASSERTIONS - _OBJECT:
+        raise RegexError(f"parameters have {', '.join(sorted(others))}, and this form writes them one by one")
     if missing := [name for name in required if not isinstance(name, str) or name not in properties]:
         raise RegexError(f"required has {missing[0]!r}, which is not in properties")
     found = ""
     for name, value in properties.items():
+        if set("<>") & set(name):
+            raise RegexError(f"property {name!r} has < or >, which end names in this form")
         part = re.escape(before + name + middle) + _value(name, value, schema, after.strip()) + re.escape(after)
         found += part if name in required else f"(?:{part})?"
     return found
@@ -101,17 +132,24 @@ def _in_parameters(function: Function, form: CallForm) -> str:
 
 def _value(name: str, schema: Any, root: Mapping[str, Any], end: str) -> str:
     """A value: a string as it is, all else as JSON."""
-    kinds = types_of(schema)
+    kinds = types_of(schema, root)
     if not kinds:
         raise RegexError(f"property {name!r} states no type of its own, and this form writes strings without quotes")
     if "string" not in kinds:
-        return _json_of({**{key: root[key] for key in ("$defs", "definitions") if key in root}, **schema})
-    if kinds != {"string"} or (keys := schema.keys() - _NOTES - {"type", "enum", "const"}):
+        return _json_of(root, f"#/properties/{quote(name.replace('~', '~0').replace('/', '~1'), safe='')}")
+    if isinstance(ref := schema.get("$ref"), str) and schema.keys() & ASSERTIONS == {"$ref"}:
+        return _value(name, referred(ref, root), root, end)
+    if kinds != {"string"} or (keys := schema.keys() & ASSERTIONS - {"type", "enum", "const"}):
         reason = f"also {', '.join(sorted(kinds - {'string'}))}" if kinds != {"string"} else ", ".join(sorted(keys))
         raise RegexError(f"property {name!r} is a string with {reason}, and this form writes strings without quotes")
     values: Any = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if values is not None and not (isinstance(values, list) and values):
         raise RegexError(f"enum of property {name!r} must be a list of values")
+    if values is not None and "const" in schema and values != [schema["const"]]:
+        raise RegexError(f"property {name!r} has const beside enum; leave one out")
+    for value in values or ():
+        if end in value or value != value.strip("\n"):
+            raise RegexError(f"property {name!r} has the value {value!r}, which this form cannot write")
     return text_without(end) if values is None else f"(?:{'|'.join(map(re.escape, values))})"
 
 

@@ -107,7 +107,7 @@ class ChatOutput:
         has_grammar = self._has_grammar or body.response_format is not None
         prompt = "" if has_grammar else self._end_of(completion.prompt_token_ids)
         reasoning, answer = self.reasoning.split(text, prompt=prompt)
-        schemas = {} if use is None else {one.name: one.arguments_schema for one in use.callable}
+        schemas = {} if use is None else {one.name: one.arguments_schema or {} for one in use.callable}
         calls = []
         if use is not None and isinstance(self.form, CallForm):
             answer, calls = self.form.split(answer, schemas)

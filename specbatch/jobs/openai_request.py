@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from specbatch.errors import shown_json
 from specbatch.files.text_files import UnreadableError, parse_json
 from specbatch.jobs.openai_tools import Choice, Tool, ToolUse, tool_use
+from specbatch.jobs.prompts import HALF_PAIR, no_text_in
 
 _WITHOUT_EFFECT = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
@@ -104,6 +105,8 @@ class _Function(_Strict):
             raise ValueError(f"{error}; write the arguments as a JSON object") from None
         if not isinstance(found, dict):
             raise ValueError("write the arguments as a JSON object")
+        if (place := no_text_in(found)) is not None:  # an escape in the text, which is none in the request
+            raise ValueError(f"{place} {HALF_PAIR}")
         return text
 
     def as_template_value(self) -> dict[str, Any]:

@@ -10,10 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, PlainValidator, field_validator
 
 from specbatch.errors import shown_json
+from specbatch.text.tool_calls import referred
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+_DEPTH = 32  # of references and choices in each other
 
 
 class Function(_Strict):
@@ -32,11 +36,37 @@ class Function(_Strict):
         return name
 
     @property
-    def arguments_schema(self) -> dict[str, Any]:
-        """The JSON schema of the arguments, which are an object also where it does not say so."""
+    def arguments_schema(self) -> dict[str, Any] | None:
+        """The JSON schema of the arguments, which are an object also where it does not say so, or allows more;
+        None if it allows none."""
         if self.parameters is None:
             return {"type": "object", "properties": {}}
-        return {"type": "object"} | self.parameters if "properties" in self.parameters else self.parameters
+        found = _objects(self.parameters, self.parameters)
+        if found is None or "$defs" not in self.parameters:
+            return found
+        return {"$defs": self.parameters["$defs"], **found}
+
+
+def _objects(schema: Any, root: Any, depth: int = 0) -> dict[str, Any] | None:
+    """What of a schema in `root` accepts objects; None if nothing does."""
+    if schema is True:
+        return {"type": "object"}
+    if not isinstance(schema, dict) or depth > _DEPTH:
+        return None
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        return None
+    if isinstance(schema.get("$ref"), str) and "type" not in schema:
+        return _objects(referred(schema["$ref"], root), root, depth + 1)
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(name), list) and "type" not in schema:
+            options = [_objects(each, root, depth + 1) for each in schema[name]]
+            kept = [each for each in options if each is not None]
+            return schema | {name: kept} if kept and (name != "allOf" or len(kept) == len(options)) else None
+    if isinstance(values := schema.get("enum"), list):
+        kept = [each for each in values if isinstance(each, dict)]
+        return {key: each for key, each in schema.items() if key != "type"} | {"enum": kept} if kept else None
+    return schema if "const" in schema and "type" not in schema else schema | {"type": "object"}
 
 
 class Tool(_Strict):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters of functions, by their names
 _MOST = 1_000  # beginnings of calls that are looked at
@@ -115,12 +116,20 @@ class CallForm:
         assert self.parameter is not None
         before, middle, after = (re.escape(part.strip()) for part in self.parameter)
         name, at, arguments = match["name"], match.end(), dict[str, Any]()
-        properties = schemas.get(name, {}).get("properties")
+        schema = schemas.get(name, {})
+        properties = schema.get("properties")
         properties = properties if isinstance(properties, Mapping) else {}
-        one = re.compile(rf"\s*{before}(?P<key>[^<>]+?){middle}\n?(?P<value>.*?)\n?{after}", re.DOTALL)
-        while (found := one.match(text, at)) is not None:
-            arguments[found["key"]] = _typed(found["value"], properties.get(found["key"]))
-            at = found.end()
+        begin = re.compile(rf"\s*{before}(?P<key>[^<>]+?){middle}\n?")
+        whole, close = re.compile(rf"(.*?)\n?{after}", re.DOTALL), re.compile(rf"\s*{after}")
+        while (found := begin.match(text, at)) is not None:
+            kinds = types_of(properties.get(found["key"]), schema)
+            value, end = _json_at(text, found.end()) if kinds and "string" not in kinds else (None, 0)
+            ended = close.match(text, end) if end else None  # JSON may have the mark in a string
+            if ended is None and (ended := whole.match(text, found.end())) is not None:
+                value = _typed(ended[1], kinds)
+            if ended is None:
+                break
+            arguments[found["key"]], at = value, ended.end()
         stop = self._stop.match(text, at)
         return ([], 0) if stop is None else ([Call(name, arguments)], stop.end())
 
@@ -146,15 +155,34 @@ def _call_of(value: Any) -> Call | None:
     return Call(value["name"], arguments) if isinstance(arguments, dict) else None
 
 
-def types_of(schema: Any) -> set[str]:
-    """The types that a schema allows, also in its alternatives; none if it does not say."""
+def types_of(schema: Any, root: Any, followed: set[str] | None = None) -> set[str]:
+    """The types that a schema allows, also in its alternatives and references; none if it does not say.
+
+    root      what it refers to places in
+    followed  references that count already
+    """
+    followed = set() if followed is None else followed
+    while isinstance(schema, Mapping) and isinstance(ref := schema.get("$ref"), str):
+        if ref in followed:
+            return set()
+        followed.add(ref)
+        schema = referred(ref, root)
     if not isinstance(schema, Mapping):
         return set()
     kinds = schema.get("type")
     found = {kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str)}
     for value in [*_list_in(schema, "enum"), *([schema["const"]] if "const" in schema else [])]:
         found |= _kinds_of(value)
-    return found.union(*(types_of(item) for name in ("anyOf", "oneOf") for item in _list_in(schema, name)))
+    parts = [item for name in ("anyOf", "oneOf", "allOf") for item in _list_in(schema, name)]
+    return found.union(*(types_of(item, root, followed) for item in parts))
+
+
+def referred(ref: str, root: Any) -> Any:
+    """What a reference (`#/$defs/Name`) names in a schema; None if that is not there."""
+    for part in unquote(ref).split("/")[1:]:
+        key = part.replace("~1", "/").replace("~0", "~")
+        root = root.get(key) if isinstance(root, Mapping) else None
+    return root
 
 
 def _list_in(schema: Mapping[str, Any], name: str) -> list[Any]:
@@ -171,10 +199,18 @@ def _kinds_of(value: Any) -> set[str]:
     return {"string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"}
 
 
-def _typed(text: str, schema: Any) -> Any:
+def _json_at(text: str, start: int) -> tuple[Any, int]:
+    """The JSON at a place, and its end; 0 without one."""
+    try:
+        return _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError, OverflowError):
+        return None, 0
+
+
+def _typed(text: str, kinds: set[str]) -> Any:
     """The value of a parameter that is written as text: JSON, or the text itself where the schema allows a string and
-    not the type of that. `None` and `True`, as the templates of such models write them, are JSON's null and true."""
-    kinds = types_of(schema)
+    not the type of that. `None` and `True`, as the templates of such models write them, are JSON's null and true.
+    kinds: `types_of` the schema."""
     word = {"None": "null", "True": "true", "False": "false"}.get(text.strip(), text)
     try:
         value = _DECODER.decode(word)

@@ -129,6 +129,16 @@ def test_function_without_parameters() -> None:
         ("GLM-4.5's", {"properties": {"a": {"type": ["string", "null"]}}}, "property 'a' is a string with also null"),
         ("GLM-4.5's", {"type": "array"}, "parameters must be an object"),
         ("GLM-4.5's", {"properties": {}, "required": ["b"]}, "required has 'b', which is not in properties"),
+        ("Hermes'", {"type": "string"}, "parameters must be an object"),
+        ("Hermes'", {"$ref": "#/$defs/A", "$defs": {"A": {"type": "string"}}}, "parameters must be an object"),
+        ("Hermes'", {"allOf": 5}, "has no expression here"),
+        ("Hermes'", {"allOf": [{"required": ["a"]}, {"required": ["b"]}]}, "#/allOf has several schemas"),
+        ("GLM-4.5's", {"type": "object", "$ref": "#/$defs/A"}, "parameters have $ref, and this form writes them one"),
+        ("GLM-4.5's", {"properties": {}, "minProperties": 1}, "parameters have minProperties"),
+        ("GLM-4.5's", {"properties": {"a<b": {"type": "integer"}}}, "property 'a<b' has < or >"),
+        ("Qwen3-Coder's", {"properties": {"a": {"enum": ["x", "\n</parameter>"]}}}, "has the value '\\n</parameter>'"),
+        ("Qwen3-Coder's", {"properties": {"a": {"enum": ["x\n"]}}}, "has the value 'x\\n'"),
+        ("Qwen3-Coder's", {"properties": {"a": {"enum": ["x", "y"], "const": "x"}}}, "has const beside enum"),
     ],
 )  # fmt: skip
 def test_schema_without_a_grammar_is_refused(name: str, schema: Any, reason: str) -> None:
@@ -136,6 +146,35 @@ def test_schema_without_a_grammar_is_refused(name: str, schema: Any, reason: str
         call_regex(ToolUse([function("f", schema, strict=True)], False, True), form(name))
     assert "\n" not in str(error.value)
     assert "tools='f'" in str(error.value)
+
+
+A = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": ["object", "null"]},
+        {"$ref": "#/$defs/A", "$defs": {"A": A}},
+        {"anyOf": [A, {"type": "string"}, {"type": "null"}]},
+        {"allOf": [A]},
+        {"enum": [{"a": 1}, {}, 5, "x", None]},
+    ],
+)
+def test_arguments_are_an_object_whatever_else_their_schema_allows(schema: Any) -> None:
+    use = ToolUse([function("f", schema)], must_call=True, parallel=True)
+    expression = re.compile(call_regex(use, form("Hermes'")))
+    for arguments in ("{}", '{"a": 1}'):
+        assert expression.fullmatch(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+    for arguments in ("5", '"x"', "null", "[]"):
+        assert not expression.fullmatch(f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_empty_schema_of_parameters(name: str) -> None:
+    use = ToolUse([function("f", {}, strict=True)], must_call=False, parallel=True)
+    assert re.fullmatch(call_regex(use, form(name)), written(name, ("f", {})))
 
 
 def test_schema_of_parameters_that_are_written_one_by_one() -> None:
@@ -149,6 +188,30 @@ def test_schema_of_parameters_that_are_written_one_by_one() -> None:
     assert expression.fullmatch(written("Qwen3-Coder's", ("f", {"p": [{"x": 1.5}], "t": "a.b"})))
     assert not expression.fullmatch(written("Qwen3-Coder's", ("f", {"p": [{"x": "y"}], "t": "a.b"})))
     assert not expression.fullmatch(written("Qwen3-Coder's", ("f", {"p": [{"x": 1.5}], "t": "axb"})))
+
+
+def test_references_of_parameters_that_are_written_one_by_one() -> None:
+    schema = {
+        "$defs": {"U": {"$ref": "#/$defs/V"}, "V": {"type": "string", "enum": ["C", "1"]}, "N": {"type": "integer"}},
+        "type": "object",
+        "properties": {
+            "unit": {"$ref": "#/$defs/U", "description": "x"},
+            "a/b%~": {"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]},
+            "parts": {"type": "array", "items": {"$ref": "#/properties/a~1b%25~0"}},
+        },
+        "required": ["unit"],
+    }
+    expression = re.compile(call_regex(ToolUse([function("f", schema)], True, True), form("GLM-4.5's")))
+    right = [{"unit": "1"}, {"unit": "C", "a/b%~": 5}, {"unit": "C", "a/b%~": None, "parts": [5, None]}]
+    for arguments in right:
+        text = written("GLM-4.5's", ("f", arguments))
+        assert expression.fullmatch(text)
+        assert form("GLM-4.5's").split(text, {"f": schema}) == ("", [("f", arguments)])
+    for arguments in [{"unit": "F"}, {"unit": "C", "a/b%~": "x"}, {"unit": "C", "parts": ["x"]}]:
+        assert not expression.fullmatch(written("GLM-4.5's", ("f", arguments))), arguments
+    circle = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"$ref": "#/$defs/A"}}}
+    with pytest.raises(SpecbatchError, match="property 'a' states no type"):
+        call_regex(ToolUse([function("f", circle)], True, True), form("GLM-4.5's"))
 
 
 def test_special_tokens_have_no_grammar() -> None:

@@ -232,6 +232,18 @@ def test_fields_that_change_nothing_are_accepted(read, neutral):
         ),
         (
             CHAT,
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": '{"a": "\\ud83d"}'}}],
+                    }
+                ]
+            },
+            r"""body.messages.0.tool_calls.0.function.arguments="{\"a\": \"\\ud83d\"}": a="\ud83d" has half of a""",
+        ),
+        (
+            CHAT,
             {"messages": [{"role": "user", "content": "x", "tool_calls": []}]},
             "body.messages.0: tool_calls belong to messages of the assistant",
         ),

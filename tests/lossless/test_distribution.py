@@ -55,7 +55,7 @@ CONSTRAINED = [
         ("llama", "dflash2"), ("lfm2", "model-tree"), ("llama", "model-budget"), ("llama", "dflash"),
         ("llama", "peagle"), ("llama", "ngram"), ("qwen3.5", "mtp-layers"), ("llama", "model-corpus-auto"),
         ("llama", "xpress"), ("llama", "lilicorr"), ("llama", "domino"),
-        ("llama", "uno"),
+        ("llama", "uno"), ("llama", "model-other"),
     ]
 ]  # fmt: skip
 # Drafts are chosen from logits that are adjusted, too.
@@ -71,7 +71,7 @@ ADJUSTED = [
         ("llama", "model", {}), ("llama", "eagle3", {}), ("qwen3.5", "mtp", {"regex": REGEX}), ("llama", "dflash2", {}),
         ("llama", "model-block", {"regex": REGEX}), ("llama", "dflash", {}), ("llama", "eagle-tree", {}),
         ("llama", "dspark", {}), ("llama", "model-budget", {}), ("llama", "xpress", {}),
-        ("llama", "lilicorr", {}), ("llama", "domino", {}),
+        ("llama", "lilicorr", {}), ("llama", "domino", {}), ("llama", "model-other", {}),
     ]
 ]  # fmt: skip
 

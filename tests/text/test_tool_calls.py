@@ -69,13 +69,19 @@ def test_calls_are_split_from_the_text(written: Written) -> None:
         ({}, "5", 5),
         (None, "five", "five"),
         ({"type": "string"}, " two\nlines ", " two\nlines "),
+        ({"type": "array"}, '["</parameter>", "</function>"]', ["</parameter>", "</function>"]),
+        ({"type": ["object", "null"]}, '{"b": "x\\n</parameter>\\n"}', {"b": "x\n</parameter>\n"}),
+        ({"$ref": "#/properties/t"}, "1", "1"),
+        ({"allOf": [{"$ref": "#/properties/t"}]}, "null", "null"),
+        ({"$ref": "#/properties/a"}, "5", 5),
+        ({"$ref": "#/nothing"}, "5", 5),
     ],
 )
 def test_parameters_have_the_type_of_their_schema(schema: object, text: str, value: object) -> None:
     form = form_of(TEMPLATES["Qwen3-Coder's"])
     assert form is not None
     written = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    schemas = {"f": {"properties": {} if schema is None else {"a": schema}}}
+    schemas = {"f": {"properties": {"t": {"enum": ["1", "null"]}} | ({} if schema is None else {"a": schema})}}
     assert form.split(written, schemas)[1] == [Call("f", {"a": value})]  # type: ignore[arg-type]
 
 

@@ -268,7 +268,7 @@ class DeviceWorker:
     @launches
     def place(self, count: int, length: int, pages: int) -> None:
         """Contexts for measurements; see `DeviceBatch.place`."""
-        self.batch.place(count, length, pages)
+        self.batch.place(count, length, pages, self.decode_step.model.config.vocab_size)
 
     @launches
     def add_answers(self, answers: list[Answer]) -> None:

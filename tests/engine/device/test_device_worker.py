@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from stand_ins import random_draft_lengths
-from targets import Targets
+from targets import SIZES, Targets
 from watched_calls import Watch, watch_with
 
 from specbatch import Engine, SamplingParams
@@ -109,3 +109,11 @@ def test_a_replay_with_another_seed_differs(targets: Targets, monkeypatch: pytes
                 arguments = ([replace(item, seed=item.seed + 1) for item in arguments[0]],)
             getattr(second.parts.worker, name)(*arguments)
     assert not torch.equal(first.parts.worker.batch.tokens, second.parts.worker.batch.tokens)
+
+
+def test_contexts_for_measurements_have_tokens_of_the_vocabulary(targets: Targets) -> None:
+    """Also where that has fewer tokens than requests run at once, as with models of characters."""
+    worker = targets.engine("llama", max_running=SIZES["vocab_size"] + 3).parts.worker
+    worker.place(SIZES["vocab_size"] + 3, 2, 1)
+    newest = worker.batch.tokens[1:, 2].tolist()
+    assert set(newest) == {*range(SIZES["vocab_size"])}
