@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from specbatch.files.config_values import flag_of, table_of
 from specbatch.kernels.common.block_sizes import CPU_GROUPS
-from specbatch.models.formats.format import Format, Group, Shapes, scales_per_output
+from specbatch.models.formats.format import FLOATS, Format, Group, Shapes, scales_per_output
 from specbatch.models.formats.settings import activations_of, expect, packing_of
 from specbatch.models.formats.whole_numbers import WHOLE, Groups, Packing, Part, WholeNumbers
 
@@ -50,7 +50,7 @@ def _unpacked(packed: torch.Tensor) -> torch.Tensor:
 
 _VALUES = Part(("I8",), lambda out, inner, groups: (out, inner))
 _WORDS = Part(("I32",), lambda out, inner, groups: (out, inner // _PACKED))
-_SCALES = Part(("BF16", "F16", "F32"), lambda out, inner, groups: (out, groups), lambda size: (0.8 * size, 1.2 * size))
+_SCALES = Part(FLOATS, lambda out, inner, groups: (out, groups), lambda size: (0.8 * size, 1.2 * size))
 _OFFSETS = Part(("I8",), lambda out, inner, groups: (out, groups), lambda size: (0, 0))
 _PACKED_OFFSETS = Part(("I32",), lambda out, inner, groups: (out // _PACKED, groups), lambda size: (0, 0))
 
@@ -61,6 +61,7 @@ class Int8Weights(WholeNumbers):
 
     name: ClassVar[str] = "INT8"
     file_types: ClassVar[tuple[str, ...]] = ("I8",)
+    has_signed_scales: ClassVar[bool] = True
     rms: ClassVar[float] = 73.9  # of whole numbers from -128 to 127
     packings: ClassVar[Mapping[str, Packing]] = {
         "int-quantized": Packing({".weight": _VALUES, _SCALE: _SCALES}, _plain),
