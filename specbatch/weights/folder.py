@@ -100,7 +100,7 @@ class FolderCheckpoint:
         self._tokenizer = tokenizer
         self._log = log
         if not (folder / "config.json").is_file():
-            raise refuse("model", str(folder), "the folder has safetensors but no config.json")
+            raise refuse("model", str(folder), f"the folder has safetensors but no config.json{lora_hint(folder)}")
         self.config = read(_described(folder))
         self._tensors = SafetensorsFiles(folder)
         self.bytes = self._tensors.bytes
@@ -160,6 +160,11 @@ class FolderCheckpoint:
             raise refuse("tokenizer", found.name, works)
         self._tokenizer = found  # cached: a draft's vocabulary is compared with it
         return found
+
+
+def lora_hint(folder: Path) -> str:
+    """The end of a message about a folder without config.json."""
+    return "; it has a LoRA, for which use algorithm 'uno'" if (folder / "adapter_config.json").is_file() else ""
 
 
 def _described(folder: Path) -> dict[str, Any]:
