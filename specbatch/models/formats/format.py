@@ -259,8 +259,8 @@ def scales_per_output(found: Shapes) -> Shapes:
 
 
 def check_scales(scales: torch.Tensor, name: str, source: Source, *, signed: bool = False) -> None:
-    """Refuse scales of the weight `name` that are damaged: not finite, all zero, or, unless they are `signed`, negative.
-    A single zero belongs to a group of zeros."""
+    """Refuse scales of the weight `name` that are not finite, all zero, or negative and not `signed`. A single zero
+    belongs to a group of zeros."""
     wrong = (
         "values that are not finite" if not scales.isfinite().all()
         else "only zeros" if not (scales.abs() > _SMALLEST_SCALE).any()
