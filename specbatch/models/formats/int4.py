@@ -77,7 +77,8 @@ _EIGHTS = -0x77777778  # eight times the zero point 8, in an int32
 
 @dataclass(frozen=True)
 class Int4Weights(Format):
-    """group: inputs that share a scale, or `WHOLE`; has_zeros: whether stored zero points count, else all are 8."""
+    """group: inputs that share a scale, or `WHOLE`; has_zeros: whether stored zero points count, else all are 8;
+    has_order: whether each weight must have its `g_idx`."""
 
     name: ClassVar[str] = "INT4"
     file_types: ClassVar[tuple[str, ...]] = ("I8", "U8")
@@ -86,6 +87,7 @@ class Int4Weights(Format):
     packing: Packing = "awq"
     group: int = 128
     has_zeros: bool = True
+    has_order: bool = False
 
     @classmethod
     def methods(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
@@ -164,8 +166,9 @@ class Int4Weights(Format):
         return is_bias and not tensor(name).any()
 
     def for_values(self, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> Self:
-        """An order of another shape than the inputs counts as irregular: that has it checked."""
-        irregular = []
+        """An order that is missing or has another shape than the inputs counts as irregular: that has it checked."""
+        stems = (name.removesuffix(".qweight") for name in found if name.endswith(".qweight") and self.has_order)
+        irregular = [f"{stem}.weight" for stem in stems if f"{stem}.g_idx" not in found]
         for name in found:
             if not name.endswith(_ORDERS):
                 continue
@@ -337,7 +340,8 @@ def _gptq(found: dict[str, Any]) -> Format:
     if others:
         raise refuse_setting("dynamic", others, "all weights must be quantized in one way")
     packing: Packing = "gptq_v2" if found.get(key) == "gptq_v2" else "gptq"
-    return _grouped(found, packing, unquantized(found, "modules_to_not_convert"))
+    form = _grouped(found, packing, unquantized(found, "modules_to_not_convert"))
+    return replace(form, has_order=flag_of(found, "desc_act", False))
 
 
 def _auto_round(found: dict[str, Any]) -> Format:
@@ -355,7 +359,7 @@ def _auto_round(found: dict[str, Any]) -> Format:
     return _grouped(found, _AUTO_ROUND[found["packing_format"]], unquantized({"extra_config": names}, "extra_config"))
 
 
-def _grouped(found: dict[str, Any], packing: Packing, plain: Modules) -> Format:
+def _grouped(found: dict[str, Any], packing: Packing, plain: Modules) -> Int4Weights:
     """Symmetric weights (`sym`) have the zero point 8, whatever their `qzeros` hold: 7, 8 or nothing. A config without
     `sym` means symmetric ones, as for GPTQModel 7.7 and transformers 5.23; vLLM 0.33 refuses it for GPTQ."""
     return Int4Weights(*plain, packing=packing, group=_group_size(found), has_zeros=not flag_of(found, "sym", True))

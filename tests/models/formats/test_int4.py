@@ -146,6 +146,10 @@ def test_inputs_in_another_order(changes: dict[str, Any], tmp_path: Path, stay_q
     change(tmp_path, f"{NAME}.g_idx", torch.arange(64).int() // 32)
     with pytest.raises(SpecbatchError, match=r"down_proj.g_idx is \[64\]; its config requires \[128\]"):
         open_checkpoint(str(tmp_path))
+    if described.get("quant_method") == "gptq":  # which says that there is one
+        change(tmp_path, f"{NAME}.g_idx", None)
+        with pytest.raises(SpecbatchError, match=r"tensor .*down_proj.g_idx is missing"):
+            open_checkpoint(str(tmp_path))
     change(tmp_path, f"{NAME}.g_idx", torch.arange(128).int() % 5)
     checkpoint = open_checkpoint(str(tmp_path))
     with pytest.raises(SpecbatchError, match=r"down_proj.weight.*its g_idx has another group than 0 to 3"):
