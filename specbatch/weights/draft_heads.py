@@ -12,7 +12,7 @@ from specbatch.errors import refuse, shown
 from specbatch.weights import hub
 from specbatch.weights.checkpoint import read_config
 from specbatch.weights.dummy import random_tensor
-from specbatch.weights.folder import SafetensorsFiles
+from specbatch.weights.folder import SafetensorsFiles, lora_hint
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def open_draft(draft: str, described: str = "config.json") -> DraftFiles:
             raise refuse("draft", draft, f"no such folder; {works}")
         folder = hub.snapshot("draft", draft, [*HEAD_FILES, described], works=works)
     if not (folder / described).is_file():
-        raise refuse("draft", draft, f"the folder has no {described}")
+        raise refuse("draft", draft, f"the folder has no {described}{lora_hint(folder)}")
     config = read_config(folder / described)
     if any(folder.glob("*.safetensors*")):
         files = SafetensorsFiles(folder)

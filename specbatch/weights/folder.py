@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
 from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.cache_scales import is_of_cache
-from specbatch.models.formats.format import SCALES, is_input_scale, scaled
+from specbatch.models.formats.format import SCALES, Format, is_input_scale, scaled
 from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.formats.registry import FILE_TYPES, FORMATS
 from specbatch.models.formats.settings import KEY
@@ -34,12 +35,14 @@ class SafetensorsFiles:
     """The tensors of a folder's safetensors (one file or shards). Headers are read and files checked for completeness.
 
     shapes  name -> shape, without rope tables
+    types   name -> type of safetensors
     bytes   size of the tensors as stored
     """
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}  # tensor name -> open file
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.types: dict[str, str] = {}
         self.bytes = 0
         quantized: dict[str, tuple[str, Path]] = {}  # weights that keep their name: type and file
         for path, expected in _weight_files(folder).items():
@@ -58,7 +61,7 @@ class SafetensorsFiles:
                     continue  # rope frequencies in old files are not weights
                 if kind in FILE_TYPES and not is_of_cache(name) and not _is_part(name):
                     quantized[name] = kind, path
-                self._files[name] = file
+                self._files[name], self.types[name] = file, kind
                 self.shapes[name] = tuple(view.get_shape())
                 bits = re.search(r"\d+", kind)
                 self.bytes += math.prod(view.get_shape()) * (int(bits[0]) // 8 if bits else 8)
@@ -97,7 +100,7 @@ class FolderCheckpoint:
         self._tokenizer = tokenizer
         self._log = log
         if not (folder / "config.json").is_file():
-            raise refuse("model", str(folder), "the folder has safetensors but no config.json")
+            raise refuse("model", str(folder), f"the folder has safetensors but no config.json{lora_hint(folder)}")
         self.config = read(_described(folder))
         self._tensors = SafetensorsFiles(folder)
         self.bytes = self._tensors.bytes
@@ -126,8 +129,18 @@ class FolderCheckpoint:
         if stored is not None:
             idle = [name for name in own if name not in wanted and stored.is_idle(name, own, self._tensors.tensor)]
             own = {name: shape for name, shape in own.items() if name not in idle}
+            self._check_types(stored, (*own, *self.mtp))
         check_tensors(wanted, own, folder)
         self._names = list(own)
+
+    def _check_types(self, stored: Format, names: Iterable[str]) -> None:
+        """Refuse parts of quantized weights in types that another format has."""
+        for name in names:
+            kind = self._tensors.types[name]
+            types = stored.types_of(name) if kind in FILE_TYPES or stored.weight_of(name) else None
+            if types is not None and kind not in types:
+                works = f"tensor {name} is {kind}; {stored.name} has it in {' or '.join(types)}"
+                raise refuse("model", str(self.folder), works)
 
     def names(self) -> list[str]:
         return self._names
@@ -147,6 +160,11 @@ class FolderCheckpoint:
             raise refuse("tokenizer", found.name, works)
         self._tokenizer = found  # cached: a draft's vocabulary is compared with it
         return found
+
+
+def lora_hint(folder: Path) -> str:
+    """The end of a message about a folder without config.json."""
+    return "; it has a LoRA, for which use algorithm 'uno'" if (folder / "adapter_config.json").is_file() else ""
 
 
 def _described(folder: Path) -> dict[str, Any]:

@@ -222,6 +222,8 @@ def rename(file: GgufFile) -> dict[str, GgufTensor]:
         if (scale := file.tensors.get(f"{weight}.scale")) is not None and tensor.kind.name == "NVFP4":
             if scale.data.dtype != np.float32 or scale.shape not in ((1,), tensor.shape[:-2]):
                 raise file.refusal(f"tensor {scale.name} is no number in F32, nor one for each matrix of a stack")
+            if not (np.isfinite(scale.data) & (scale.data > 0)).all():
+                raise file.refusal(f"tensor {scale.name} holds values that are not positive and finite; it is damaged")
             tensor = tensor._replace(scale=scale.data)
         if in_layer := re.fullmatch(r"blk\.(\d+)\.([\w.]+)", name):
             names, (layer, inner) = layer_names, in_layer.groups()

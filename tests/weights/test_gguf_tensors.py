@@ -232,6 +232,10 @@ def test_nvfp4_and_its_scales(tmp_path: Path) -> None:
         path = write(tmp_path / f"{scale.dtype}.gguf", "qwen3moe", config, tensors | {name: scale}, kind)
         with pytest.raises(SpecbatchError, match=f"tensor {name} is no number in F32, nor one for each matrix"):
             open_checkpoint(path)
+    for wrong in (0.0, -1.0, np.nan, np.inf):
+        path = write(tmp_path / f"{wrong}.gguf", "qwen3moe", config, tensors | {name: torch.tensor([wrong])}, kind)
+        with pytest.raises(SpecbatchError, match=r"tensor blk\.1\.attn_q\.scale holds values that are not positive"):
+            open_checkpoint(path)
     path = write(tmp_path / "f32.gguf", "qwen3moe", config, meant | scales)
     with pytest.raises(SpecbatchError, match=r"tensor blk.0.ffn_gate_exps.scale is \[5\]"):
         open_checkpoint(path)

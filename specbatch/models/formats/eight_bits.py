@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from specbatch.files.config_values import flag_of, table_of
 from specbatch.kernels.common.block_sizes import CPU_GROUPS
-from specbatch.models.formats.format import Format, Group, Shapes, scales_per_output
+from specbatch.models.formats.format import FLOATS, Format, Group, Shapes
 from specbatch.models.formats.settings import activations_of, expect, packing_of
 from specbatch.models.formats.whole_numbers import WHOLE, Groups, Packing, Part, WholeNumbers
 
@@ -50,7 +50,7 @@ def _unpacked(packed: torch.Tensor) -> torch.Tensor:
 
 _VALUES = Part(("I8",), lambda out, inner, groups: (out, inner))
 _WORDS = Part(("I32",), lambda out, inner, groups: (out, inner // _PACKED))
-_SCALES = Part(("BF16", "F16", "F32"), lambda out, inner, groups: (out, groups), lambda size: (0.8 * size, 1.2 * size))
+_SCALES = Part(FLOATS, lambda out, inner, groups: (out, groups), lambda size: (0.8 * size, 1.2 * size))
 _OFFSETS = Part(("I8",), lambda out, inner, groups: (out, groups), lambda size: (0, 0))
 _PACKED_OFFSETS = Part(("I32",), lambda out, inner, groups: (out // _PACKED, groups), lambda size: (0, 0))
 
@@ -61,6 +61,7 @@ class Int8Weights(WholeNumbers):
 
     name: ClassVar[str] = "INT8"
     file_types: ClassVar[tuple[str, ...]] = ("I8",)
+    has_signed_scales: ClassVar[bool] = True
     rms: ClassVar[float] = 73.9  # of whole numbers from -128 to 127
     packings: ClassVar[Mapping[str, Packing]] = {
         "int-quantized": Packing({".weight": _VALUES, _SCALE: _SCALES}, _plain),
@@ -82,7 +83,20 @@ class Int8Weights(WholeNumbers):
         return {("int", 8): _group}
 
     def respelled(self, found: Shapes) -> Shapes:
-        return scales_per_output(found) if self.group == WHOLE else {}
+        """Also zero points, which are not packed."""
+        if self.group != WHOLE:
+            return {}
+        parts = self.packings[self.packing].parts
+        values = next(iter(parts))
+        ends = [end for end in (_SCALE, _ZEROS) if end in parts and parts[end] is not _PACKED_OFFSETS]
+        rows = {name.removesuffix(values): shape[0] for name, shape in found.items() if name.endswith(values) and shape}
+        return {
+            name: (rows[stem], 1)
+            for name, shape in found.items()
+            for end in ends
+            if name.endswith(end) and (stem := name.removesuffix(end)) in rows
+            if shape in ((), (1,), (1, 1), (rows[stem],))
+        }
 
     def is_unused(self, name: str) -> bool:
         return super().is_unused(name) or name.endswith(".weight_shape")
@@ -96,5 +110,5 @@ def _group(group: Group) -> Format:
     if weights["strategy"] == "group":
         expect(weights, "group_size", *CPU_GROUPS, where=inside)
     packing += "" if flag_of(weights, "symmetric", True) else " asymmetric"
-    size = weights["group_size"] if weights["strategy"] == "group" else WHOLE
+    size = int(weights["group_size"]) if weights["strategy"] == "group" else WHOLE
     return Int8Weights(*group.modules, inputs=activations_of(group), packing=packing, group=size)

@@ -25,6 +25,8 @@ PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", ".router.weight", 
 PATTERN = "re:"  # begins a regular expression in the list of unquantized modules
 SCALES = ("_scale_inv", "_scale")  # how scales are called, after the name of their weight
 _SCALED = (".weight", "_proj")  # how the names of such weights end
+FLOATS = ("BF16", "F16", "F32")  # types of safetensors that scales have in most formats
+_SMALLEST_SCALE = 1e-38  # those of a matrix are not all below it
 # Activations get scales of their own as the model runs, or are not quantized.
 _OF_INPUTS = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point")
 
@@ -137,6 +139,11 @@ class Format(ABC):
         it is no name of a part."""
         return None
 
+    @abstractmethod
+    def types_of(self, name: str) -> tuple[str, ...] | None:
+        """The types of safetensors that a tensor of a quantized weight may have in this format; None if it has no
+        tensor of this name."""
+
     def is_unused(self, name: str) -> bool:
         """Whether a tensor of the files is not needed, such as the scales of activations."""
         return is_input_scale(name)
@@ -150,7 +157,7 @@ class Format(ABC):
         read."""
         return {}
 
-    def for_values(self, names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> Self:
+    def for_values(self, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> Self:
         """This, with those of the tensors that are `irregular` by their presence or values."""
         return self
 
@@ -210,7 +217,7 @@ class Format(ABC):
 
     @abstractmethod
     def load(self, name: str, shape: Shape, source: Source) -> Weight:
-        """This rank's part [..., out, in] of a quantized weight, on the device. Refuses values that are not finite."""
+        """This rank's part [..., out, in] of a quantized weight, on the device. Refuses damaged values and scales."""
 
     @abstractmethod
     def memory(self, shape: Shape) -> int:
@@ -249,6 +256,19 @@ def scales_per_output(found: Shapes) -> Shapes:
         for name, scales, shape in pairs
         if len(shape) == 2 and scales in ((), (1,), (1, 1), (shape[0],), (shape[0], 1))
     }
+
+
+def check_scales(scales: torch.Tensor, name: str, source: Source, *, signed: bool = False) -> None:
+    """Refuse scales of the weight `name` that are not finite, all zero, or negative and not `signed`. A single zero
+    belongs to a group of zeros."""
+    wrong = (
+        "values that are not finite" if not scales.isfinite().all()
+        else "only zeros" if not (scales.abs() > _SMALLEST_SCALE).any()
+        else "negative values" if not signed and (scales < 0).any()
+        else None
+    )  # fmt: skip
+    if wrong is not None:
+        raise source.unusable(name, f"its scales hold {wrong}; the file is damaged")
 
 
 def is_input_scale(name: str) -> bool:

@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from specbatch.files.config_values import flag_of, table_of
 from specbatch.kernels.common.block_sizes import SCALE_BLOCK
 from specbatch.models.formats.cache_scales import FP8, quark_caches
-from specbatch.models.formats.format import SCALES, Format, Group, Shape, Shapes, Source, scaled, scales_per_output
+from specbatch.models.formats.format import (
+    FLOATS,
+    SCALES,
+    Format,
+    Group,
+    Shape,
+    Shapes,
+    Source,
+    check_scales,
+    scaled,
+    scales_per_output,
+)
 from specbatch.models.formats.settings import activations_of, expect, packing_of, refuse_setting, unquantized
 
 if TYPE_CHECKING:
@@ -73,6 +84,9 @@ class FP8Weights(Format):
     def weight_of(self, name: str) -> str | None:
         return scaled(name)
 
+    def types_of(self, name: str) -> tuple[str, ...] | None:
+        return self.file_types if scaled(name) is None else FLOATS
+
     def respelled(self, found: Shapes) -> Shapes:
         if self.per_channel:
             return scales_per_output(found)
@@ -91,10 +105,8 @@ class FP8Weights(Format):
 
         values, rows = source.part(name, shape), 1 if self.per_channel else SCALE_BLOCK
         scales = source.part(name + self.suffix, self.scale_shape(shape), of=name, rows=rows).to(torch.float32)
-        if values.dtype != torch.float8_e4m3fn:
-            raise source.unusable(name, f"it is {values.dtype}, and the config describes FP8")
         source.require_finite(name, not contains_nan(values), values.dtype)
-        source.require_finite(name + self.suffix, bool(scales.isfinite().all()), scales.dtype)
+        check_scales(scales, name + self.suffix, source)
         return FP8Weight(values, scales)
 
     def memory(self, shape: Shape) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from specbatch.models.formats.format import Format, Source
+from specbatch.models.formats.format import Format, Source, check_scales
 
 if TYPE_CHECKING:
     import torch
@@ -24,5 +24,5 @@ def with_input_scales(form: F, names: Iterable[str]) -> F:
 def at_inputs(weight: torch.Tensor, name: str, source: Source) -> torch.Tensor:
     """weight float32 [out, in], dequantized, times its scales."""
     scales = source.whole(name.removesuffix(".weight") + INPUT_SCALES).float()
-    source.require_finite(name, bool(scales.isfinite().all()), scales.dtype)
+    check_scales(scales, name, source)
     return weight * scales

@@ -26,14 +26,24 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from specbatch.errors import refuse
 from specbatch.files.config_values import flag_of, spelled, table_of
 from specbatch.kernels.common.block_sizes import INT4_GROUPS
-from specbatch.models.formats.format import PATTERN, Format, Group, Modules, Shape, Shapes, Source
+from specbatch.models.formats.format import (
+    FLOATS,
+    PATTERN,
+    Format,
+    Group,
+    Modules,
+    Shape,
+    Shapes,
+    Source,
+    check_scales,
+)
 from specbatch.models.formats.input_scales import INPUT_SCALES, at_inputs, with_input_scales
 from specbatch.models.formats.settings import activations_of, expect, packing_of, refuse_setting, unquantized
 
@@ -54,7 +64,7 @@ _ZERO = 8  # of symmetric weights
 _ZEROS = ".qzeros"
 _PARTS = (
     *(".qweight", ".qzeros", ".scales", ".g_idx"),
-    *(".weight_packed", ".weight_zero_point", ".weight_scale", INPUT_SCALES),
+    *(".weight_packed", ".weight_zero_point", ".weight_scale", ".weight_g_idx", INPUT_SCALES),
 )
 _ORDERS = (".g_idx", ".weight_g_idx")  # the group of each input
 _UNUSED = (*_ORDERS, ".weight_shape")
@@ -67,7 +77,8 @@ _EIGHTS = -0x77777778  # eight times the zero point 8, in an int32
 
 @dataclass(frozen=True)
 class Int4Weights(Format):
-    """group: inputs that share a scale, or `WHOLE`; has_zeros: whether stored zero points count, else all are 8."""
+    """group: inputs that share a scale, or `WHOLE`; has_zeros: whether stored zero points count, else all are 8;
+    has_order: whether each weight must have its `g_idx`."""
 
     name: ClassVar[str] = "INT4"
     file_types: ClassVar[tuple[str, ...]] = ("I8", "U8")
@@ -76,6 +87,7 @@ class Int4Weights(Format):
     packing: Packing = "awq"
     group: int = 128
     has_zeros: bool = True
+    has_order: bool = False
 
     @classmethod
     def methods(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
@@ -128,6 +140,15 @@ class Int4Weights(Format):
             return None
         return ("I32",) if name.endswith(_WORDS) else ("I32", "I64"), "packed INT4 values are in I32"
 
+    def types_of(self, name: str) -> tuple[str, ...] | None:
+        if name.endswith(".weight"):
+            return ("U8",) if self.packing == "modelopt" else ("I8",)
+        if name.endswith(_ORDERS):
+            return "I32", "I64"
+        if self.packing == "int-quantized" and name.endswith(_ZERO_POINTS):
+            return ("I8",)
+        return ("I32",) if name.endswith(_WORDS) else FLOATS
+
     def is_unused(self, name: str) -> bool:
         is_unread = self.packing in _GPTQ and not self.has_zeros and name.endswith(_ZEROS)
         is_unread |= name.endswith(_UNUSED) and self.weight_of(name) not in self.irregular
@@ -144,15 +165,23 @@ class Int4Weights(Format):
         is_bias = name.endswith(".bias") and name.removesuffix(".bias") + ".qweight" in found
         return is_bias and not tensor(name).any()
 
-    def for_values(self, names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> Self:
-        found = []
-        for name in names:
-            if name.endswith(_ORDERS):
-                groups = tensor(name)
-                size = len(groups) if self.group == WHOLE else self.group
-                if not groups.eq(groups.new_tensor(range(len(groups))).div(size, rounding_mode="floor")).all():
-                    found.append(str(self.weight_of(name)))
-        return with_input_scales(replace(self, irregular=frozenset(found)), names)
+    def for_values(self, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> Self:
+        """An order that is missing or has another shape than the inputs counts as irregular: that has it checked."""
+        stems = (name.removesuffix(".qweight") for name in found if name.endswith(".qweight") and self.has_order)
+        irregular = [f"{stem}.weight" for stem in stems if f"{stem}.g_idx" not in found]
+        for name in found:
+            if not name.endswith(_ORDERS):
+                continue
+            groups = tensor(name).flatten()
+            size = len(groups) if self.group == WHOLE else self.group
+            weight = str(self.weight_of(name))
+            packed = found.get(weight.removesuffix(".weight") + ".qweight", (0,))
+            in_order = groups.eq(groups.new_tensor(range(len(groups))).div(size, rounding_mode="floor")).all()
+            if self.packing not in _GPTQ and not in_order:
+                raise refuse("model", name, f"{self.packing} weights must have their groups in the order of the inputs")
+            if not in_order or (self.packing in _GPTQ and found[name] != (PACKED * packed[0],)):
+                irregular.append(weight)
+        return with_input_scales(replace(self, irregular=frozenset(irregular)), found)
 
     def load(self, name: str, shape: Shape, source: Source) -> Weight:
         """It is unpacked whole, also where this rank has a part."""
@@ -162,11 +191,10 @@ class Int4Weights(Format):
         if name in self.irregular:
             dense = self._dequantized(name, source).to(source.dtype)
             return Weight(dense if dense.shape == shape else source.cut(name, [(dense, shape)])[0])
-        whole = self.weight(name, source.whole)
+        whole = self.weight(name, source)
         if self.runs_on(source.device):
             whole = self._with_short_scales(name, whole, source)
-        if not whole.scales.isfinite().all():
-            raise source.unusable(name, "its scales hold values that are not finite; the file is damaged")
+        check_scales(whole.scales, name, source, signed=True)
         if whole.shape == shape:
             return whole
         assert source.ranks is not None, f"{name} is {whole.shape}, not {shape}"
@@ -192,11 +220,11 @@ class Int4Weights(Format):
             raise source.unusable(name, f"its scales, up to {largest:g}, are too small for float16; use bfloat16")
         return short
 
-    def weight(self, name: str, read: Callable[[str], torch.Tensor]) -> Int4Weight:
+    def weight(self, name: str, source: Source) -> Int4Weight:
         """The whole weight `name` [out, in] from the tensors on disk, on their device."""
         from specbatch.kernels.gemm.quantized.int4 import Int4Weight, pack_int4
 
-        values, scales, zeros = self._stored(name, read)
+        values, scales, zeros = self._stored(name, source)
         if self.group == WHOLE:
             count = values.shape[1] // _WHOLE_STEP
             scales, zeros = scales.expand(-1, count), zeros.expand(-1, count)
@@ -206,31 +234,39 @@ class Int4Weights(Format):
         """A whole weight whose inputs are in another order or have scales, float32 [out, in]."""
         import torch
 
-        values, scales, zeros = self._stored(name, source.whole)
+        values, scales, zeros = self._stored(name, source)
         groups = torch.arange(values.shape[1], device=values.device) * scales.shape[1] // values.shape[1]
         if self.packing in _GPTQ:
             groups = source.whole(name.removesuffix(".weight") + _ORDERS[0]).long()
             if not groups.ge(0).logical_and(groups < scales.shape[1]).all():
                 raise source.unusable(name, f"its g_idx has another group than 0 to {scales.shape[1] - 1}")
-        if not scales.isfinite().all():
-            raise source.unusable(name, "its scales hold values that are not finite; the file is damaged")
+        check_scales(scales, name, source, signed=True)
         found = (values.float() - zeros.float()[:, groups]) * scales.float()[:, groups]
         return found if self.packing in _GPTQ else at_inputs(found, name, source)
 
-    def _stored(
-        self, name: str, read: Callable[[str], torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _stored(self, name: str, source: Source) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Values [out, in], scales and zero points [out, groups] of a whole weight."""
         import torch
 
-        stem = name.removesuffix(".weight")
+        def plus_8(name: str) -> torch.Tensor:
+            """int8 from -8 to 7 -> uint8 from 0 to 15."""
+            stored = read(name)
+            if (stored < -8).any() or (stored > 7).any():
+                raise source.unusable(name, "it has values of more than 4 bits, and the config has num_bits 4")
+            return (stored + 8).byte()
+
+        read, stem = source.whole, name.removesuffix(".weight")
         if self.packing == "pack-quantized":
             values, scales = _unpacked(read(f"{name}_packed")), read(f"{name}_scale")
             zeros = _unpacked(read(f"{name}_zero_point").t()).t() if self.has_zeros else None
         elif self.packing in _NAMED:
-            is_pairs, values, scales = self.packing == "modelopt", read(name), read(f"{name}_scale")
-            values = torch.stack([values & 15, values >> 4], 1).flatten(0, 1) ^ 8 if is_pairs else _plus_8(values)
-            zeros = _plus_8(read(f"{name}_zero_point")) if self.has_zeros else None
+            scales = read(f"{name}_scale")
+            if self.packing == "modelopt":
+                pairs = read(name)
+                values = torch.stack([pairs & 15, pairs >> 4], 1).flatten(0, 1) ^ 8
+            else:
+                values = plus_8(name)
+            zeros = plus_8(f"{name}_zero_point") if self.has_zeros else None
         else:
             packed, scales = read(f"{stem}.qweight"), read(f"{stem}.scales").t()
             zeros = _unpacked(read(stem + _ZEROS)) if self.has_zeros else None
@@ -271,11 +307,6 @@ class Int4Weights(Format):
         return 1 if is_byte else 4 if name.endswith(_WORDS) else 2
 
 
-def _plus_8(values: torch.Tensor) -> torch.Tensor:
-    """int8 from -8 to 7 -> uint8 from 0 to 15."""
-    return (values + 8).byte()
-
-
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
     """int32 [n, m] -> the eight values in each, the lowest bits first: uint8 [n, 8 m]."""
     import torch
@@ -309,7 +340,8 @@ def _gptq(found: dict[str, Any]) -> Format:
     if others:
         raise refuse_setting("dynamic", others, "all weights must be quantized in one way")
     packing: Packing = "gptq_v2" if found.get(key) == "gptq_v2" else "gptq"
-    return _grouped(found, packing, unquantized(found, "modules_to_not_convert"))
+    form = _grouped(found, packing, unquantized(found, "modules_to_not_convert"))
+    return replace(form, has_order=flag_of(found, "desc_act", False))
 
 
 def _auto_round(found: dict[str, Any]) -> Format:
@@ -327,7 +359,7 @@ def _auto_round(found: dict[str, Any]) -> Format:
     return _grouped(found, _AUTO_ROUND[found["packing_format"]], unquantized({"extra_config": names}, "extra_config"))
 
 
-def _grouped(found: dict[str, Any], packing: Packing, plain: Modules) -> Format:
+def _grouped(found: dict[str, Any], packing: Packing, plain: Modules) -> Int4Weights:
     """Symmetric weights (`sym`) have the zero point 8, whatever their `qzeros` hold: 7, 8 or nothing. A config without
     `sym` means symmetric ones, as for GPTQModel 7.7 and transformers 5.23; vLLM 0.33 refuses it for GPTQ."""
     return Int4Weights(*plain, packing=packing, group=_group_size(found), has_zeros=not flag_of(found, "sym", True))

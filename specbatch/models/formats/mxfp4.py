@@ -53,6 +53,9 @@ class Mxfp4Weights(Format):
     def types_of_part(cls, name: str) -> tuple[tuple[str, ...], str] | None:
         return (("U8",), "blocks and scales are U8") if name.endswith((BLOCKS, SCALES)) else None
 
+    def types_of(self, name: str) -> tuple[str, ...] | None:
+        return self.types_of_part(name) and ("U8",)
+
     def is_quantized(self, name: str, shape: Shape) -> bool:
         return name.endswith(_QUANTIZED)
 
@@ -70,6 +73,8 @@ class Mxfp4Weights(Format):
         blocks, scales = (source.part(part, stored) for part, stored in self.parts(name, shape).items())
         values, largest = pack_mxfp4(blocks), int(scales.max())
         source.require_finite(name + SCALES, largest <= LARGEST_SCALE, "e8m0")
+        if not largest:
+            raise source.unusable(name + SCALES, "it holds only zeros; the file is damaged")
         if self.runs_on(source.device) and largest > LARGEST_PACKED_SCALE:
             works = f"its scales go up to 2^{largest - 127}; MXFP4 GEMMs take at most 2; use device='cpu'"
             raise source.unusable(name, works)

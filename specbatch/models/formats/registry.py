@@ -81,7 +81,7 @@ def _of_group(group: Group) -> Format:
     weights = table_of(group.settings, "weights")
     kind = (weights.get("type"), weights.get("num_bits"))
     readers = {key: (form.name, read) for form in FORMATS for key, read in form.groups().items()}
-    if kind not in readers:
+    if kind not in list(readers):  # of any type
         known = [f"{name} (type {key[0]!r} with num_bits {key[1]})" for key, (name, _) in readers.items()]
         raise refuse_setting(f"{group.where}.weights", kind, f"use {' or '.join(known)}")
     return readers[kind][1](group)

@@ -7,13 +7,13 @@ tool stores them is a `Packing`: its tensors, and the function that reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 from specbatch.errors import refuse
 from specbatch.kernels.common.block_sizes import CPU_GROUPS
-from specbatch.models.formats.format import Format, Shape, Shapes, Source
+from specbatch.models.formats.format import FLOATS, Format, Shape, Shapes, Source, check_scales
 from specbatch.models.formats.input_scales import INPUT_SCALES, at_inputs, with_input_scales
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class WholeNumbers(Format):
 
     packings: ClassVar[Mapping[str, Packing]]
     rms: ClassVar[float]  # of random values
+    has_signed_scales: ClassVar[bool] = False
     has_expert_gemm: ClassVar[bool] = False
 
     packing: str = ""
@@ -88,12 +89,16 @@ class WholeNumbers(Format):
         types = sorted({kind for end, part in every if name.endswith(end) and end != ".weight" for kind in part.types})
         return (tuple(types), f"{cls.name} has it in {' or '.join(types)}") if types else None
 
+    def types_of(self, name: str) -> tuple[str, ...] | None:
+        part = self._part(name)
+        return FLOATS if name.endswith(INPUT_SCALES) else None if part is None else part.types
+
     @staticmethod
     def runs_on(device: torch.device) -> bool:
         return False
 
-    def for_values(self, names: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> Self:
-        return with_input_scales(self, names)
+    def for_values(self, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> Self:
+        return with_input_scales(self, found)
 
     def load(self, name: str, shape: Shape, source: Source) -> Weight:
         import torch
@@ -107,8 +112,7 @@ class WholeNumbers(Format):
             part.expand(-1, groups).contiguous()
             for part in (scales, torch.zeros_like(scales) if offsets is None else offsets)
         ]
-        if not all(part.isfinite().all() for part in parts):
-            raise source.unusable(name, "its scales hold values that are not finite; the file is damaged")
+        check_scales(parts[0], name, source, signed=self.has_signed_scales)
         if name in self.irregular:
             dense = at_inputs(GroupedWeight(values, *parts).dequantize(torch.float32), name, source).to(source.dtype)
             return Weight(dense if dense.shape == shape else source.cut(name, [(dense, shape)])[0])
@@ -121,10 +125,6 @@ class WholeNumbers(Format):
         """The whole weight."""
         stem, packing = name.removesuffix(".weight"), self.packings[self.packing]
         tensors = {end: source.whole(stem + end) for end in packing.parts}
-        for end, part in packing.parts.items():
-            kind = str(tensors[end].dtype).removeprefix("torch.")
-            if kind not in (_TORCH_TYPES.get(one) for one in part.types):
-                raise source.unusable(stem + end, f"it is {kind}; {self.name} has it in {' or '.join(part.types)}")
         return packing.read(tensors)
 
     def memory(self, shape: Shape) -> int:
@@ -142,6 +142,7 @@ class WholeNumbers(Format):
         import torch
 
         part = self._part(name)
+        assert part is not None, name
         kind = getattr(torch, _TORCH_TYPES[part.types[0]])
         if part.random is not None:
             low, high = part.random(1 / (self.rms * math.sqrt(inputs)))
@@ -151,10 +152,11 @@ class WholeNumbers(Format):
         return bits.random_(0, 256, generator=generator).view(kind).reshape(shape)
 
     def random_item(self, name: str) -> int:
-        return {"F32": 4, "I32": 4, "BF16": 2, "F16": 2}.get(self._part(name).types[0], 1)
+        part = self._part(name)
+        return {"F32": 4, "I32": 4, "BF16": 2, "F16": 2}.get("" if part is None else part.types[0], 1)
 
-    def _part(self, name: str) -> Part:
-        return next(part for end, part in self.packings[self.packing].parts.items() if name.endswith(end))
+    def _part(self, name: str) -> Part | None:
+        return next((part for end, part in self.packings[self.packing].parts.items() if name.endswith(end)), None)
 
 
 _TORCH_TYPES = {

@@ -137,6 +137,8 @@ def check_target(target: ModelConfig) -> None:
 def adapted(model: Decoder, adapter: Adapter, read: Callable[[str], torch.Tensor], rows: int) -> Decoder:
     """The model with an adapter, for passes whose tokens are blocks of `rows` tokens; all its weights are shared.
     read: returns a tensor of the adapter in the model's type, on its device."""
+    if rows == 1:  # the newest token's row, without noise
+        return model
     sizes = _sizes(model.config)
 
     def matrices(index: int, names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -13,6 +13,7 @@ from watched_blocks import paths
 from specbatch import SamplingParams, SpecbatchError, Speculation
 from specbatch.drafters.uno import UnoDrafter, UnoTree
 from specbatch.kernels.sampling.rng import NOISE, uniform_ref, verify_keys
+from specbatch.weights import open_checkpoint
 
 from .conftest import MODULES, UnoReference
 
@@ -63,6 +64,16 @@ def test_proposals_match_the_reference(
     assert engine.record().metrics["accept_length"] > 1.9  # the first draft is the target's own token
 
 
+@pytest.mark.parametrize("shape", [{"draft_tokens": 1}, {"draft_steps": 1, "draft_topk": 2, "draft_tokens": 2}])
+def test_one_row_needs_no_noise(toy: Any, toy_engine: Any, write_adapter: Any, shape: dict[str, int]) -> None:
+    speculation = Speculation("uno", draft=str(write_adapter()[0]), **shape)
+    engine = toy_engine(speculation=speculation, page_size=3, load_format="auto")
+    prompt = toy.prompts()[5]
+    [done] = engine.generate([list(prompt)], SamplingParams(max_new_tokens=16, ignore_eos=True))
+    assert tuple(done.token_ids) == toy.greedy(tuple(prompt))[:16]
+    assert engine.record().metrics["accept_length"] > 1.8
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"peft_type": "LOHA"}, "peft_type='LOHA': a UNO draft is a 'LORA'"),
     ({"use_dora": True}, "use_dora=True: not supported"),
@@ -86,8 +97,10 @@ def test_other_drafts_and_other_uses_of_an_adapter_are_refused(
     toy_engine: Any, write_adapter: Any, tmp_path: Any
 ) -> None:
     folder, _ = write_adapter()
-    with pytest.raises(SpecbatchError, match=r"the folder has no config.json"):
+    with pytest.raises(SpecbatchError, match=r"no config.json; it has a LoRA, for which use algorithm 'uno'"):
         toy_engine(speculation=Speculation("eagle", draft=str(folder)), load_format="auto")
+    with pytest.raises(SpecbatchError, match=r"no config.json; it has a LoRA, for which use algorithm 'uno'"):
+        open_checkpoint(str(folder))
     (folder / "adapter_config.json").rename(folder / "config.json")
     with pytest.raises(SpecbatchError, match=r"the folder has no adapter_config.json"):
         toy_engine(speculation=Speculation("uno", draft=str(folder)), load_format="auto")

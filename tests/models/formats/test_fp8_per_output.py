@@ -53,6 +53,7 @@ def test_memory_plan_counts_bytes_as_stored(tmp_path: Path, stay_quantized: Call
         ),
         ("tensor", f"{NAME}.weight_scale", torch.ones(3), r"weight_scale is \[3\]; its config requires \[64, 1\]"),
         ("modelopt", f"{NAME}.weight", torch.ones(64, 128), "weight_scale, but no F8_E4M3 or .* tensor"),
+        ("channel", f"{NAME}.weight_scale", torch.ones(64, 1).byte(), "weight_scale is U8; FP8 has it in BF16 or F16"),
         ("channel", "lm_head.weight_scale", torch.ones(41, 1), "no F8_E4M3 or .* tensor"),
     ],
 )
@@ -63,11 +64,14 @@ def test_damaged_scales_are_refused(form: str, name: str, tensor: Any, message: 
         open_checkpoint(str(tmp_path))
 
 
-def test_scales_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scale", "holds"), [(torch.nan, "values that are not finite"), (0.0, "only zeros"), (-0.1, "negative values")]
+)
+def test_impossible_scales_are_refused(scale: float, holds: str, tmp_path: Path) -> None:
     write(tmp_path, LLAMA, *FORMATS["channel"])
-    change(tmp_path, f"{NAME}.weight_scale", torch.full((64, 1), torch.nan))
+    change(tmp_path, f"{NAME}.weight_scale", torch.full((64, 1), scale))
     checkpoint = open_checkpoint(str(tmp_path))
-    with pytest.raises(SpecbatchError, match=NAME + r"\.weight_scale.*values that are not finite"):
+    with pytest.raises(SpecbatchError, match=NAME + rf"\.weight_scale.*{holds}"):
         load(checkpoint.config, checkpoint.tensor)
 
 

@@ -19,6 +19,7 @@ from uncached import decoder_of
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
 from specbatch.models.formats.int4 import Int4Weights
+from specbatch.models.weight_reader import Reader
 from specbatch.runtime.loader import dequantized_bytes, weight_bytes
 from specbatch.weights import open_checkpoint
 
@@ -142,6 +143,13 @@ def test_inputs_in_another_order(changes: dict[str, Any], tmp_path: Path, stay_q
     assert (parts[0] - expected).abs().max() < 2e-5 * expected.abs().max()
     count = sum(item.numel() for item in meant.values())
     assert weight_bytes(checkpoint.config, torch.bfloat16, CPU) == 2 * count
+    change(tmp_path, f"{NAME}.g_idx", torch.arange(64).int() // 32)
+    with pytest.raises(SpecbatchError, match=r"down_proj.g_idx is \[64\]; its config requires \[128\]"):
+        open_checkpoint(str(tmp_path))
+    if described.get("quant_method") == "gptq":  # which says that there is one
+        change(tmp_path, f"{NAME}.g_idx", None)
+        with pytest.raises(SpecbatchError, match=r"tensor .*down_proj.g_idx is missing"):
+            open_checkpoint(str(tmp_path))
     change(tmp_path, f"{NAME}.g_idx", torch.arange(128).int() % 5)
     checkpoint = open_checkpoint(str(tmp_path))
     with pytest.raises(SpecbatchError, match=r"down_proj.weight.*its g_idx has another group than 0 to 3"):
@@ -170,7 +178,8 @@ def test_packed_words_are_those_of_the_formats() -> None:
     """Written out by hand: outputs 0, 1, 2, ... of the first input are 0, 1, 2, ..., and their zero points 8."""
 
     def read(packing: Any, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        found = Int4Weights(packing=packing, group=32).weight("a.weight", tensors.__getitem__)
+        reader = Reader(ModelConfig.from_dict(LLAMA), tensors.__getitem__, torch.float32, CPU)
+        found = Int4Weights(packing=packing, group=32).weight("a.weight", reader)
         return found.dequantize(torch.float32)
 
     ones = torch.ones(1, 8).half()

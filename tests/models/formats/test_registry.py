@@ -131,6 +131,7 @@ IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.l
             scheme(type="int", num_bits=3),
             r"config_groups.group_0.weights=\('int', 3\): use FP8.* or INT4 .* or NVFP4",
         ),
+        (scheme(num_bits=[8]), r"config_groups.group_0.weights=\('float', \[8\]\): use FP8"),
         (scheme(symmetric=False), "weights.symmetric=False"),
         (scheme(strategy="block", block_structure=[64, 64]), r"block_structure=\[64, 64\]"),
         (with_group(input_activations={"type": "int", "num_bits": 8}), "input_activations='INT8': .* in FP8 or not"),
