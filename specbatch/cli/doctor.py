@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specbatch.algorithms import ALGORITHMS
-from specbatch.cli.flags import Flag, in_text
+from specbatch.cli.flags import GRAPHS, Flag, in_text
 from specbatch.cli.options import ENGINE_OPTIONS, Json
 from specbatch.cli.output import show
 from specbatch.cli.terminal import print_markdown
@@ -155,7 +155,8 @@ def _matrices(found: dict[str, Any]) -> tuple[list[str], list[str]]:
             cells.setdefault(item["what"], {})[item["draft"]] = _cell(item["why"], reasons)
         headings = next(iter(cells.values()))
         tables.append(markdown_table([[what, *row.values()] for what, row in cells.items()], [heading, *headings]))
-    flags = {name: Flag(f"--{name.replace('_', '-')}", None, False, False) for name in ENGINE_OPTIONS}
+    named = {name: name for name in ENGINE_OPTIONS} | GRAPHS
+    flags = {name: Flag(f"--{option.replace('_', '-')}", None, False, False) for name, option in named.items()}
     notes = [f"no ({number}): {in_text(text, flags)}" for number, text in enumerate(reasons.values(), start=1)]
     return tables, notes
 

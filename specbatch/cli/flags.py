@@ -15,11 +15,11 @@ from specbatch.errors import SpecbatchError
 
 _VALUE = r"'[^']*'|\"[^\"]*\"|\([\d, ]*\)|[\w.-]*\w"
 _PLAIN = re.compile(r"[\w.,:/+-]+")  # a shell takes it without quotes
-_GRAPHS = {f"graphs.{item.name}": f"{item.name}_graph" for item in fields(Graphs)}
+GRAPHS = {f"graphs.{item.name}": f"{item.name}_graph" for item in fields(Graphs)}
 _OTHER_NAMES = {
     "input": "source",
     "schedule": "spec",
-    **_GRAPHS,
+    **GRAPHS,
 }  # of settings, by the names that errors use
 _OF_FILES = (
     "answers", "baseline", "configs", "data", "dataset", "fewshot_data", "gen_kwargs", "peers", "policy",
@@ -96,7 +96,7 @@ def no_argument(command: Any, words: str) -> str:
 def in_keys(error: SpecbatchError, names: Iterable[str]) -> str:
     """The message of an error about a table of a file, with the keys of such tables: `max-running=0`."""
     keys = {name: name.replace("_", "-") for name in names if "_" in name}
-    return _renamed(str(error), keys | {name: option_of(name).replace("_", "-") for name in _GRAPHS})
+    return _renamed(str(error), keys | {name: option_of(name).replace("_", "-") for name in GRAPHS})
 
 
 def option_of(setting: str | None) -> str:

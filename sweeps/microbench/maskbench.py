@@ -18,7 +18,7 @@ import numpy as np
 import typer
 from llguidance import LLMatcher
 
-from specbatch import SpecbatchError
+from specbatch.errors import refuse
 from specbatch.grammar.compiler import Compiler
 from specbatch.grammar.host_matcher import HostGrammar, HostVocabulary
 from specbatch.grammar.limits import RegexError
@@ -58,9 +58,7 @@ def tables(
 ) -> Iterator[Table]:
     files = sorted(folder.glob("*.json"))
     if not files:
-        raise SpecbatchError(
-            f"--folder {folder}: it has no JSON files; use maskbench/data of guidance-ai/jsonschemabench"
-        )
+        raise refuse("folder", str(folder), "it has no JSON files; use maskbench/data of guidance-ai/jsonschemabench")
     chosen = Random(seed).sample(files, sample) if sample else files
     ours = Compiler(_TOKENIZER.token_bytes, {_END}, _VOCABULARY, CELLS)
     theirs = HostVocabulary(_TOKENIZER.token_bytes(), {_END}, _VOCABULARY)

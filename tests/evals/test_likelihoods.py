@@ -331,8 +331,8 @@ def test_speculation_and_grids_are_refused(make_engine: Any, tasks: None, tmp_pa
     with pytest.raises(SpecbatchError) as refused:
         prepare(EvalOptions("choice")).engine_config(drafting)
     assert str(refused.value) == (
-        "algorithm='ngram': task choice (multiple_choice) scores given texts without drafting; use 'none' "
-        "(--spec off), or a task that generates"
+        "algorithm='ngram': task choice (multiple_choice) scores given texts without drafting; use 'none', "
+        "or a task that generates"
     )
     engine = make_engine(prefers(0))
     engine.config = drafting

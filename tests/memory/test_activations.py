@@ -45,6 +45,8 @@ class NoKernel:
     def all_reduce(self, *_: torch.Tensor | None) -> None:
         pass
 
+    all_gather = all_reduce
+
 
 def rank_of(size: int) -> DeviceCommunicator:
     found: Any = object.__new__(DeviceCommunicator)

@@ -330,7 +330,7 @@ def test_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"new_tokens": 0}, "--new-tokens=0:"),
         ({"new_tokens": 20}, "--new-tokens=20: a step time needs 20 steps of a full batch; use at least 21"),
         ({"repeats": 0}, "repeats=0:"),
-        ({"configs": "v2+piecewise", "sections": "closed"}, "prefill_graph='piecewise': needs a CUDA device"),
+        ({"configs": "v2+piecewise", "sections": "closed"}, "graphs.prefill='piecewise': needs a CUDA device"),
         ({"decode_graph": "whole"}, "--decode-graph='whole': needs a CUDA device"),
         ({"decode_graph": "half"}, "--decode-graph='half':"),
         ({"peers": "none.csv"}, "peers='none.csv': cannot be read"),

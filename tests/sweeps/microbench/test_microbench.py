@@ -16,7 +16,7 @@ from specbatch.sweeps.microbench.__main__ import app
 from specbatch.sweeps.microbench.runner import Case, Table
 
 ON_A_CPU = {"acceptance", "cache-accuracy", "cpu-decode", "cpu-gemm", "cpu-llama", "host-step", "http-client"}
-ON_A_CPU |= {"job-memory", "state-sizes"}
+ON_A_CPU |= {"job-memory", "maskbench", "state-sizes"}
 KERNELS = sorted({str(command.name) for command in app.registered_commands} - ON_A_CPU)
 
 
