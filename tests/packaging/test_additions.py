@@ -79,7 +79,10 @@ ALGORITHM_IN: dict[str, dict[str, tuple[str, ...]]] = {
             "specbatch/models/heads/lilicorr.py",
         ),
     },
-    "uno": {"an option of git": ("specbatch/records/provenance.py",)},
+    "uno": {
+        "an option of git": ("specbatch/records/provenance.py",),
+        "folders with a LoRA and no model": ("specbatch/weights/folder.py",),
+    },
     "dspark": {
         "keys of config.json": ("specbatch/models/heads/dflash.py",),
         "others choose one after the other as it does": tuple(
