@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,34 @@ from specbatch.training.recipe import Recipe
 from specbatch.training.target import Target
 
 ARCHITECTURE = "DFlashDraftModel"
+
+
+class Blocks(NamedTuple):
+    """Blocks of a batch after randomly drawn anchors, as a draft fills them: N, A of each of B examples of L tokens.
+
+    hidden     [N, rows, H], of the draft
+    truth      int64 [N, drafts + 1], the tokens from the anchor on
+    last, aux  [B, L, H] and [B, L, n * H], of the target
+    places     int64 [B, A, drafts + 1], positions from the anchor on (on the host)
+    known      bool [B, A, drafts + 1], whether a valid block has a token there (on the host)
+    """
+
+    hidden: torch.Tensor
+    truth: torch.Tensor
+    last: torch.Tensor
+    aux: torch.Tensor
+    places: torch.Tensor
+    known: torch.Tensor
+
+    def within(self, row: int) -> torch.Tensor:
+        """The blocks that have a token at `row`, from the anchor on."""
+        return indices(self.known[..., row], self.truth.device)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """`places` among the B * L tokens, int64 [N, drafts + 1]."""
+        starts = torch.arange(len(self.places))[:, None, None] * self.last.shape[1]
+        return upload(self.places + starts, self.last.device).flatten(0, 1)
 
 
 class DFlashHead(Head):
@@ -66,14 +94,12 @@ class DFlashHead(Head):
         return math.exp(-2 / (self.drafts + 1))
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
-        _, aux = target.features(batch, self.aux)
-        assert aux is not None
-        places, truth, drawn = self._blocks(batch, generator)
-        hidden, truth = self._filled(aux, places, truth, target).flatten(0, 1), truth.flatten(0, 1)
+        blocks = self._filled_blocks(batch, target, generator)
+        hidden, truth = blocks.hidden, blocks.truth
         alive = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         guesses = []
         for row in range(1, self.drafts + 1):
-            here = indices(drawn & (places[..., row] < batch.lengths[:, None]), truth.device)
+            here = blocks.within(row)
             logits, wanted = F.linear(hidden[here, row], target.head).float(), truth[here, row]
             hits = logits.argmax(-1) == wanted
             alive[here] &= hits
@@ -103,21 +129,19 @@ class DFlashHead(Head):
         out: torch.Tensor = self.norm(x)
         return out
 
-    def _blocks(self, batch: Batch, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Blocks after randomly drawn anchors: int64 [B, A, drafts + 1], positions from the anchor on (on the host)
-        and the tokens there, and which blocks are valid, bool [B, A] (on the host)."""
+    def _filled_blocks(self, batch: Batch, target: Target, generator: torch.Generator) -> Blocks:
+        last, aux = target.features(batch, self.aux)
+        assert aux is not None
         anchors, drawn = self._draw(batch, generator)
         places = anchors[..., None] + torch.arange(self.drafts + 1)
         tokens = F.pad(batch.tokens, (0, self.drafts + 1))
-        return places, tokens.gather(1, upload(places.flatten(1), tokens.device)).view(places.shape), drawn
-
-    def _filled(self, aux: torch.Tensor, places: torch.Tensor, truth: torch.Tensor, target: Target) -> torch.Tensor:
-        """Hidden states [B, A, rows, H] of blocks that start with the token of the anchor."""
+        truth = tokens.gather(1, upload(places.flatten(1), tokens.device)).view(places.shape)
         rows = upload(places[..., : self._rows], truth.device)
-        blocks = torch.full_like(rows, self._mask_token)
-        blocks[..., 0] = truth[..., 0]
-        filled: torch.Tensor = self(aux, F.embedding(blocks, target.embedding), rows)
-        return filled
+        masked = torch.full_like(rows, self._mask_token)
+        masked[..., 0] = truth[..., 0]
+        hidden = self(aux, F.embedding(masked, target.embedding), rows)
+        known = drawn[..., None] & (places < batch.lengths[:, None, None])
+        return Blocks(hidden.flatten(0, 1), truth.flatten(0, 1), last, aux, places, known)
 
     def _draw(self, batch: Batch, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions of the anchors int64 [B, A], and which are valid, as an answer may be too short for A: bool [B, A].

@@ -20,7 +20,7 @@ from torch import nn
 
 from specbatch.models.config import ModelConfig
 from specbatch.models.heads.dflash2 import ARCHITECTURE, convolved, published_heads
-from specbatch.training.data import Batch, Example, indices
+from specbatch.training.data import Batch, Example
 from specbatch.training.dflash import DFlashHead, sizes_of
 from specbatch.training.head import Guess, Layer, Scores
 from specbatch.training.layers import Attention, Mlp, Norm, initialize
@@ -110,14 +110,12 @@ class DFlash2Head(DFlashHead):
         return layer
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
-        _, aux = target.features(batch, self.aux)
-        assert aux is not None
-        places, truth, drawn = self._blocks(batch, generator)
-        hidden, truth = self._filled(aux, places, truth, target).flatten(0, 1), truth.flatten(0, 1)
+        blocks = self._filled_blocks(batch, target, generator)
+        hidden, truth = blocks.hidden, blocks.truth
         alive = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         guesses = []
         for row in range(1, self.drafts + 1):
-            here = indices(drawn & (places[..., row] < batch.lengths[:, None]), truth.device)
+            here = blocks.within(row)
             own, wanted = hidden[here, row], truth[here, row]
             logits = F.linear(own, target.head).float()
             tokens = logits.topk(self._own["selector_top_k"]).indices

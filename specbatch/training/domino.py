@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from specbatch.models.heads.domino import ARCHITECTURE, published_head
-from specbatch.training.data import Batch, Example, indices
+from specbatch.training.data import Batch, Example
 from specbatch.training.dflash import DFlashHead, sizes_of
 from specbatch.training.head import Guess, Scores
 from specbatch.training.layers import initialize
@@ -46,15 +46,13 @@ class DominoHead(DFlashHead):
         self.to(target.device)
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
-        _, aux = target.features(batch, self.aux)
-        assert aux is not None
-        places, truth, drawn = self._blocks(batch, generator)
-        hidden, truth = self._filled(aux, places, truth, target).flatten(0, 1), truth.flatten(0, 1)
+        blocks = self._filled_blocks(batch, target, generator)
+        hidden, truth = blocks.hidden, blocks.truth
         states, _ = self.prefix_gru(F.embedding(truth[:, : self.drafts], target.embedding))
         alive = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         guesses = []
         for row in range(self.drafts):
-            here = indices(drawn & (places[..., row + 1] < batch.lengths[:, None]), truth.device)
+            here = blocks.within(row + 1)
             own, wanted = hidden[here, row], truth[here, row + 1]
             base = F.linear(own, target.head)
             losses = F.cross_entropy(base.float(), wanted, reduction="none")

@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specbatch.kernels.common.upload import upload
-from specbatch.training.data import Batch, Example, indices
+from specbatch.training.data import Batch, Example
 from specbatch.training.dflash import DFlashHead, sizes_of
 from specbatch.training.head import Guess, Scores
 from specbatch.training.layers import initialize
@@ -63,18 +62,15 @@ class DSparkHead(DFlashHead):
         self._ends = {"embed_tokens.weight": target.embedding, "lm_head.weight": target.head}
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
-        last, aux = target.features(batch, self.aux)
-        assert aux is not None
-        places, truth, drawn = self._blocks(batch, generator)
-        hidden, truth = self._filled(aux, places, truth, target).flatten(0, 1), truth.flatten(0, 1)
-        flat = upload(places + torch.arange(len(places))[:, None, None] * last.shape[1], last.device).flatten(0, 1)
-        last = last.flatten(0, 1)
+        blocks = self._filled_blocks(batch, target, generator)
+        hidden, truth = blocks.hidden, blocks.truth
+        last, flat = blocks.last.flatten(0, 1), blocks.flat
         before = self.markov_head.markov_w1(truth)
         alive = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         guesses = []
         share = 1 - (1 - self._token_weight) * self.progress  # of the cross entropy
         for row in range(self.drafts):
-            here = indices(drawn & (places[..., row + 1] < batch.lengths[:, None]), truth.device)
+            here = blocks.within(row + 1)
             own, embedded = hidden[here, row], before[here, row]
             logits = (F.linear(own, target.head) + self.markov_head.markov_w2(embedded)).float()
             wanted = truth[here, row + 1]

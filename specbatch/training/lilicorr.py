@@ -18,10 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specbatch.kernels.common.upload import upload
 from specbatch.models.config import ModelConfig
 from specbatch.models.heads.lilicorr import ARCHITECTURE, FEATURES, described, published_head, slot_distances
-from specbatch.training.data import Batch, Example, indices
+from specbatch.training.data import Batch, Example
 from specbatch.training.dflash import DFlashHead, sizes_of
 from specbatch.training.head import Guess, Scores
 from specbatch.training.layers import Norm, initialize
@@ -144,23 +143,20 @@ class LiLiCorrHead(DFlashHead):
         self.to(target.device)
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
-        last, aux = target.features(batch, self.aux)
-        assert aux is not None
-        places, truth, drawn = self._blocks(batch, generator)
-        hidden, truth = self._filled(aux, places, truth, target).flatten(0, 1), truth.flatten(0, 1)
-        flat = upload(places + torch.arange(len(places))[:, None, None] * last.shape[1], last.device).flatten(0, 1)
-        last = last.flatten(0, 1)
+        blocks = self._filled_blocks(batch, target, generator)
+        hidden, truth = blocks.hidden, blocks.truth
+        last, flat = blocks.last.flatten(0, 1), blocks.flat
         base = [F.linear(hidden[:, row], target.head).float() for row in range(1, self.drafts + 1)]
         tokens = torch.stack([logits.topk(self._own["lilicorr_candidate_topk"]).indices for logits in base], 1)
         known = [row.gather(1, tokens[:, at]) - row.logsumexp(-1, keepdim=True) for at, row in enumerate(base)]
-        anchors = self.hidden_norm(self.fc(aux.flatten(0, 1)[flat[:, 0] - 1]))
+        anchors = self.hidden_norm(self.fc(blocks.aux.flatten(0, 1)[flat[:, 0] - 1]))
         embedded = F.embedding(tokens, target.embedding)
         transitions = self.lilicorr(embedded, torch.stack(known, 1), hidden[:, 1:], anchors)
         alive = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         covered, before = alive.clone(), torch.zeros_like(truth[:, 0])
         guesses = []
         for row in range(1, self.drafts + 1):
-            here = indices(drawn & (places[..., row] < batch.lengths[:, None]), truth.device)
+            here = blocks.within(row)
             wanted, found = truth[here, row], tokens[here, row - 1]
             is_known = (tokens[:, row - 1] == truth[:, row, None]).int()
             scores = transitions[here, row - 1, before[here]]

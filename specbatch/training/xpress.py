@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from specbatch.kernels.common.upload import upload
 from specbatch.models.heads.xpress import ARCHITECTURE, published_head
-from specbatch.training.data import Batch, Example, indices
+from specbatch.training.data import Batch, Example
 from specbatch.training.dflash import DFlashHead, sizes_of
 from specbatch.training.head import Guess, Scores
 from specbatch.training.layers import Mlp, initialize
@@ -80,12 +79,9 @@ class XPressHead(DFlashHead):
         self.to(target.device)
 
     def score(self, batch: Batch, target: Target, generator: torch.Generator) -> Scores:
-        last, aux = target.features(batch, self.aux)
-        assert aux is not None
-        places, truth, drawn = self._blocks(batch, generator)
-        hidden, truth = self._filled(aux, places, truth, target).flatten(0, 1), truth.flatten(0, 1)
-        flat = upload(places + torch.arange(len(places))[:, None, None] * last.shape[1], last.device).flatten(0, 1)
-        last = last.flatten(0, 1)
+        blocks = self._filled_blocks(batch, target, generator)
+        hidden, truth = blocks.hidden, blocks.truth
+        last, flat = blocks.last.flatten(0, 1), blocks.flat
         known = torch.stack([batch.tokens.flatten()[flat[:, 0] - 1], truth[:, 0]], 1)
         latents = [self.xpress_head(hidden, torch.cat([known[:, :1], truth[:, :-1]], 1))]
         latents += self._passes(hidden, known, target)
@@ -93,7 +89,7 @@ class XPressHead(DFlashHead):
         guesses = []
         share = 1 - (1 - self._token_weight) * self.progress  # of the cross entropy
         for row in range(1, self.drafts + 1):
-            here = indices(drawn & (places[..., row] < batch.lengths[:, None]), truth.device)
+            here = blocks.within(row)
             wanted, base = truth[here, row], F.linear(hidden[here, row], target.head)
             theirs = target.logits(last[flat[here, row - 1]]).softmax(-1)
             taught, *own = ((base + self.xpress_head.w2(found[here, row])).float() for found in latents)
