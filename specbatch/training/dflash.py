@@ -10,7 +10,7 @@ before it are accepted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -58,6 +58,11 @@ class Blocks(NamedTuple):
 
 
 class DFlashHead(Head):
+    """architecture: in its config; _own: settings of later kinds that `dflash_config` has."""
+
+    architecture = ARCHITECTURE
+    _own: Mapping[str, Any] = {}
+
     def __init__(
         self, target: Target, *, layers: int, block: int, anchors: int, mask_token: int, max_len: int, seed: int
     ) -> None:
@@ -156,14 +161,14 @@ class DFlashHead(Head):
     def config(self) -> dict[str, Any]:
         layers = self._sizes.num_layers
         return {
-            "architectures": [ARCHITECTURE],
+            "architectures": [self.architecture],
             "model_type": "qwen3",
             **layer_keys(self._sizes),
             "num_hidden_layers": layers,
             "layer_types": ["full_attention"] * layers,
             "num_target_layers": self._depth,
             "block_size": self._rows,
-            "dflash_config": {"mask_token_id": self._mask_token, "target_layer_ids": list(self.aux)},
+            "dflash_config": {"mask_token_id": self._mask_token, "target_layer_ids": list(self.aux), **self._own},
         }
 
 

@@ -83,6 +83,8 @@ class Selector(nn.Module):
 
 
 class DFlash2Head(DFlashHead):
+    architecture = ARCHITECTURE
+
     def __init__(self, target: Target, *, rank: int, seed: int, **sizes: Any) -> None:
         """rank: of the selector; the others as for `DFlashHead`."""
         super().__init__(target, seed=seed, **sizes)
@@ -129,11 +131,6 @@ class DFlash2Head(DFlashHead):
             losses = losses + F.cross_entropy(scores, place, reduction="none")
             guesses.append(Guess(losses, hits, alive[here]))
         return Scores.of(guesses, self._decay)
-
-    def config(self) -> dict[str, Any]:
-        described = super().config()
-        inside = described["dflash_config"] | self._own
-        return described | {"architectures": [ARCHITECTURE], "dflash_config": inside}
 
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> DFlash2Head:

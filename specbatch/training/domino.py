@@ -26,6 +26,8 @@ from specbatch.training.target import Target
 
 
 class DominoHead(DFlashHead):
+    architecture = ARCHITECTURE
+
     def __init__(self, target: Target, *, gru_size: int, rank: int, block: int, seed: int, **sizes: Any) -> None:
         """gru_size: channels of the GRU's state; rank: of the correction; the others as for `DFlashHead`."""
         super().__init__(target, block=block, seed=seed, **sizes)
@@ -65,11 +67,6 @@ class DominoHead(DFlashHead):
             alive[here] &= hits
             guesses.append(Guess(losses, hits, alive[here]))
         return Scores.of(guesses, self._decay)
-
-    def config(self) -> dict[str, Any]:
-        described = super().config()
-        inside = described["dflash_config"] | self._own
-        return described | {"architectures": [ARCHITECTURE], "dflash_config": inside}
 
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> DominoHead:

@@ -134,6 +134,8 @@ class LatticeHead(nn.Module):
 
 
 class LiLiCorrHead(DFlashHead):
+    architecture = ARCHITECTURE
+
     def __init__(self, target: Target, *, width: int, seed: int, **sizes: Any) -> None:
         """width: of the head; the others as for `DFlashHead`."""
         super().__init__(target, seed=seed, **sizes)
@@ -169,11 +171,6 @@ class LiLiCorrHead(DFlashHead):
             losses = F.cross_entropy(base[row - 1][here], wanted, reduction="none")
             guesses.append(Guess(losses + HEAD_WEIGHT * of_head * covered[here], hits, alive[here]))
         return Scores.of(guesses, self._decay)
-
-    def config(self) -> dict[str, Any]:
-        described = super().config()
-        inside = described["dflash_config"] | self._own
-        return described | {"architectures": [ARCHITECTURE], "dflash_config": inside}
 
 
 def untrained_head(recipe: Recipe, target: Target, train: Sequence[Example], spare_tokens: int) -> LiLiCorrHead:

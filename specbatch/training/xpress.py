@@ -69,8 +69,8 @@ class XPressHead(DFlashHead):
         super().__init__(target, seed=seed, **sizes)
         base = target.config
         self._token_weight = token_weight
-        self._own = published_head(self._rows, rank)
-        inner = self._own["xpress_mlp_hidden"]
+        self._keys = published_head(self._rows, rank)
+        inner = self._keys["xpress_mlp_hidden"]
         self.xpress_head = Refiner(base.vocab_size, base.hidden_size, self._rows, rank, inner)
         initialize(self.xpress_head, seed + 1)
         with torch.no_grad():
@@ -115,7 +115,7 @@ class XPressHead(DFlashHead):
         return found
 
     def config(self) -> dict[str, Any]:
-        return super().config() | {"architectures": [ARCHITECTURE], **self._own}
+        return super().config() | {"architectures": [ARCHITECTURE], **self._keys}
 
 
 def mixed(logits: torch.Tensor, wanted: torch.Tensor, theirs: torch.Tensor, share: float) -> torch.Tensor:

@@ -225,7 +225,7 @@ class LatticeHead:
 
 
 def described(logprobs: torch.Tensor) -> torch.Tensor:
-    """What the head is told of candidates with log-probabilities float32 [..., K], the most likely first: float32
+    """The features of candidates with log-probabilities float32 [..., K], the most likely first: float32
     [..., K, FEATURES]."""
     count = logprobs.shape[-1]
     rank = torch.arange(count, device=logprobs.device, dtype=torch.float32)
