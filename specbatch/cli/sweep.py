@@ -23,7 +23,7 @@ from specbatch.cli.options import (
 )
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import SERVER_PANEL, configured_with_servers, kind_option, only_server
-from specbatch.cli.thinking import CompareThinking, check_compared
+from specbatch.cli.thinking import CompareThinking, check_compared, word_modes
 from specbatch.config.values import whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
@@ -160,6 +160,8 @@ def sweep(
     steps = rounds["concurrency"] or whole_numbers("concurrency", lengths.concurrency)
     repeats = REPEATS if rounds["repeats"] is None else rounds["repeats"]
     mode = {"thinking": True} if compare_thinking else {}
+    if compare_thinking:
+        word_modes(workload["thinking"])
     asked = workloads.asked_workload(workload | mode, lengths, seed=engine.seed, **sampling)
     precise = rounds["until_precise"]
     if precise is None and is_given(context, "most_repeats"):

@@ -73,7 +73,7 @@ def test_sweep(run: Callable[..., Result]) -> None:
     ("options", "reason"),
     [
         ("--compare-thinking --no-thinking", "--compare-thinking measures both; leave one of them out"),
-        ("--compare-thinking --dataset random", "prompts are not text; leave it out"),
+        ("--compare-thinking --dataset random", "--compare-thinking: random prompts are not text; leave it out"),
     ],
 )
 def test_refused(run: Callable[..., Result], options: str, reason: str) -> None:
