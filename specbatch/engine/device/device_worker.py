@@ -21,7 +21,7 @@ from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.corpus import Answer, Corpus
 from specbatch.engine.device.deferred_interrupts import DeferredInterrupts
-from specbatch.engine.device.host_masks import Drafts, MaskUpload, StepInParts
+from specbatch.engine.device.host_masks import AskedHost, Drafts, MaskUpload, StepInParts
 from specbatch.engine.device.prefill import Prefilled, PrefillStep, PrefillWork
 from specbatch.engine.device.score_step import ScoreStep, ScoreWork
 from specbatch.engine.device.step import DecodeStep
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+ANSWER = "answer"  # what the other ranks are sent within a call, see `AskedHost`
 CALLS: list[str] = []  # the methods that launch work. Call them in `torch.inference_mode()`
 
 
@@ -108,7 +109,8 @@ def launches(method: Callable[Concatenate[DeviceWorker, P], T]) -> Callable[Conc
 
 
 class DeviceWorker:
-    """Owns the batch, the models' steps and their CUDA graphs. Results are device tensors; nothing waits."""
+    """Owns the batch, the models' steps and their CUDA graphs. Results are device tensors. Nothing waits but `propose`,
+    if grammars are matched on the host, which is `host`."""
 
     def __init__(
         self,
@@ -153,6 +155,7 @@ class DeviceWorker:
         self.corpus = corpus
         self._shares = False  # whether requests of the next steps share prefixes
         self._parts = StepInParts(decode_step)
+        self.host = AskedHost(batch.device)
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
@@ -169,6 +172,7 @@ class DeviceWorker:
     def lead(self, others: OtherRanks) -> None:
         """Have the other ranks make all calls from now on."""
         self.others = others
+        self.host.tell = lambda answer: others.send(ANSWER, (answer,))
         if self.token_check is not None:
             self.token_check.report = others.report
 
@@ -224,7 +228,7 @@ class DeviceWorker:
         self.decode_counters.fall_back("off" if self.graphs is None else "grammar on the host")
         with use_fp8_activations(self._fp8):
             step = self._input(upload(slots, self.batch.device), flags, num_drafts, self._shares, bound)
-            return self._parts.propose(step)
+            return self._parts.propose(step, self.host)
 
     @launches
     def verify(self) -> None:
