@@ -169,7 +169,7 @@ def masks_after(matchers: Sequence[HostMatcher], paths: Sequence[Sequence[Sequen
         live = [
             (one.inner, place * count + node)
             for place, (one, own) in enumerate(zip(matchers, paths, strict=True))
-            if taken[place] == len(own[node]) and not one.error and not (taken[place] and one.inner.is_stopped())
+            if taken[place] == len(own[node]) and not one.error
         ]
         if live:
             _executor().unsafe_compute_mask_ptr(live, found.ctypes.data, found[0, 0].nbytes, found.shape[0] * count)
