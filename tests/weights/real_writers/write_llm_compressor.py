@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,12 +36,15 @@ KINDS = {  # name -> scheme, group size of the weights if not the scheme's
     "llm-compressor-mxfp4a16": ("MXFP4A16", None),
     "llm-compressor-fp8-cache": ("FP8_DYNAMIC", None),
     "llm-compressor-cache": (None, None),
+    "llm-compressor-mixed": ("FP8_DYNAMIC", None),
 }
+# Groups of a checkpoint with several formats beside that of its scheme: preset, size of groups, modules.
+MIXED = (("W4A16_ASYM", 32, ["re:.*mlp.(gate|up)_proj"]), ("W8A8", None, ["model.layers.1.mlp.down_proj"]))
 CACHES = {"llm-compressor-fp8-cache": "tensor", "llm-compressor-cache": "attn_head"}  # strategies of their KV caches
 
 
-def scheme_of(preset: str, group: int | None) -> QuantizationScheme:
-    found = preset_name_to_scheme(preset, ["Linear"])
+def scheme_of(preset: str, group: int | None, targets: Sequence[str] = ("Linear",)) -> QuantizationScheme:
+    found = preset_name_to_scheme(preset, list(targets))
     if group is not None:
         found.weights = QuantizationArgs(**found.weights.model_dump() | {"group_size": group})
     return found
@@ -56,6 +60,10 @@ def main(out: Path, names: list[str]) -> None:
             model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16)
             modifier = GPTQModifier if name.endswith("-gptq") else QuantizationModifier
             groups: dict[str, Any] = {} if preset is None else {"config_groups": {"group_0": scheme_of(preset, group)}}
+            if name.endswith("-mixed"):
+                rest = ["re:.*self_attn.*", "model.layers.0.mlp.down_proj"]
+                schemes = [scheme_of(preset, group, rest), *(scheme_of(*one) for one in MIXED)]
+                groups["config_groups"] = {f"group_{place}": scheme for place, scheme in enumerate(schemes)}
             if name in CACHES:
                 cache = QuantizationArgs(num_bits=8, type="float", strategy=CACHES[name], dynamic=False, symmetric=True)
                 groups["kv_cache_scheme"] = cache
