@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -10,14 +11,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+    preset_name_to_scheme,
+)
 from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.utils import is_match
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
 from safetensors.torch import load_file, save_file
-from tiny_llama import calibration, each, keep, write_model
+from tiny_llama import LINEAR, calibration, each, keep, write_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 KINDS = {  # name -> scheme, group size of the weights if not the scheme's
@@ -76,8 +84,11 @@ def main(out: Path, names: list[str]) -> None:
             if "nvfp4" in name:
                 keep(written, out / name, nvfp4_weights(written, groups["config_groups"]["group_0"].weights))
                 continue
-            config = CompressedTensorsConfig(run_compressed=False)
             exact = with_float32_scales(written, Path(folder, "exact"))
+            if name.endswith("-mixed"):
+                keep(written, out / name, mixed_weights(exact, model))
+                continue
+            config = CompressedTensorsConfig(run_compressed=False)
             read = AutoModelForCausalLM.from_pretrained(exact, quantization_config=config, dtype=torch.float32)
             keep(written, out / name, each(read, lambda layer: layer.weight.float()))
 
@@ -89,6 +100,21 @@ def with_float32_scales(written: Path, to: Path) -> Path:
     scales = {name: t.float() for name, t in stored.items() if name.endswith("_scale") and t.dtype == torch.bfloat16}
     save_file(stored | scales, to / "model.safetensors", {"format": "pt"})
     return to
+
+
+def mixed_weights(exact: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Each by the compressor of its group: transformers 5.23 takes one group for all dense layers."""
+    described = json.loads((exact / "config.json").read_text())["quantization_config"]
+    schemes = QuantizationConfig.model_validate(described).config_groups.values()
+    stored = load_file(exact / "model.safetensors")
+
+    def weight(name: str, layer: torch.nn.Module) -> torch.Tensor:
+        scheme = next(scheme for scheme in schemes if is_match(name, layer, scheme.targets))
+        own = {key.removeprefix(f"{name}."): value for key, value in stored.items() if key.startswith(f"{name}.")}
+        return BaseCompressor.get_value_from_registry(scheme.format).decompress(own, scheme)["weight"].float()
+
+    layers = ((name, module) for name, module in model.named_modules() if name.endswith(LINEAR))
+    return {f"{name}.weight": weight(name, module) for name, module in layers}
 
 
 def nvfp4_weights(written: Path, args: QuantizationArgs) -> dict[str, torch.Tensor]:
