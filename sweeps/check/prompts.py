@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
 
 
-def read(options: CheckOptions, log: Callable[[str], None] | None) -> list[Prompt] | None:
+def read(options: CheckOptions, log: Callable[[str], None] | None = None) -> list[Prompt] | None:
     """The rows of the options' prompts; None for random ones. log: called with notes of keys that are not read."""
     if options.random:
         return None
