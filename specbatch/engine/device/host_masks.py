@@ -16,9 +16,12 @@ import torch
 from specbatch.core.sampling import Sampling
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.core.token_constraint import HostGrammars, HostMasks
+from specbatch.drafters.base import no_drafts
 from specbatch.engine.device.step import DecodeStep, Verified
 from specbatch.kernels.common.upload import upload
-from specbatch.runtime.cuda_graphs import Result
+from specbatch.models.decoder import Features
+from specbatch.runtime.cuda_graphs import GraphCounters, Recorder, Result
+from specbatch.runtime.verify_graphs import VerifyGraphs
 
 T = TypeVar("T")
 Paths = Sequence[Sequence[Sequence[int]]]
@@ -82,12 +85,25 @@ class Drafts(NamedTuple):
 
 
 class StepInParts:
-    """A decode step that stops twice: after drafting, and before acceptance."""
+    """A decode step that stops twice: after drafting, and before acceptance. The target's layers run from a graph where
+    there are any; the rest, and passes over trees and within a budget, run eagerly."""
 
-    def __init__(self, decode_step: DecodeStep) -> None:
+    def __init__(self, decode_step: DecodeStep, counters: GraphCounters) -> None:
         self._decode_step = decode_step
+        self._counters = counters
+        self.graphs: VerifyGraphs | None = None
         self._drafted: tuple[StepInput, Proposal] | None = None
         self._verified: Verified | None = None
+
+    def record(self, recorder: Recorder, inputs: Callable[[torch.Tensor, int], StepInput]) -> None:
+        """Have graphs from now on. inputs: the step over slots [B] that draft so many tokens each."""
+
+        def forward(slots: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            step = self._decode_step.begin(inputs(slots, drafts.shape[1]))
+            (last, aux), positions = self._decode_step.forward(step, no_drafts(step)._replace(tokens=drafts))
+            return (last, positions) if aux is None else (last, positions, aux)
+
+        self.graphs = VerifyGraphs(forward, recorder, self._counters)
 
     def propose(self, step: StepInput, host: HostGrammars) -> Drafts:
         step = self._decode_step.begin(step)
@@ -99,7 +115,14 @@ class StepInParts:
 
     def verify(self) -> None:
         assert self._drafted is not None
-        self._verified = self._decode_step.verify(*self._drafted)
+        step, proposal = self._drafted
+        if self.graphs is None or proposal.ancestors is not None or proposal.packed is not None:
+            self._counters.fall_back("off" if self.graphs is None else "grammar on the host")
+            self._verified = self._decode_step.verify(step, proposal)
+        else:
+            last, positions, *aux = self.graphs(step.slots, proposal.tokens)
+            features = Features(last, aux[0] if aux else None)
+            self._verified = self._decode_step.score(step, proposal, features, positions)
 
     def accept(self, masks: MaskUpload) -> Result:
         assert self._drafted is not None
