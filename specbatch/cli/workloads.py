@@ -18,6 +18,7 @@ DEFAULTS = {  # as --help shows them
     "dataset": f"{default_dataset(input_len_given=False)}; with --input-len {default_dataset(input_len_given=True)}",
     "input_len": f"{INPUT_LEN} with --dataset random or gsp",
     "output_len": f"{GPU.output_len}; {CPU.output_len} on a CPU",
+    "request_rate": "inf",
     "prompts_per_concurrency": f"{GPU.prompts_per_concurrency}; {CPU.prompts_per_concurrency} on a CPU",
 }
 
@@ -33,7 +34,18 @@ def asked_workload(options: Mapping[str, Any], lengths: Lengths, *, seed: int, *
         "output_len": lengths.output_len,
         "prompts_per_concurrency": lengths.prompts_per_concurrency,
     }
+    if sampling.get("uncapped") and given.get("dataset", usual["dataset"]) != "gsp":
+        usual["num_prompts"] = lengths.num_prompts
+        if "prompts_per_concurrency" in given:
+            works = "there is no concurrency without --concurrency; use num_prompts"
+            raise refuse("prompts_per_concurrency", given["prompts_per_concurrency"], works)
+    elif "num_prompts" in given and "prompts_per_concurrency" in given:
+        raise refuse("num_prompts", given["num_prompts"], "--prompts-per-concurrency sets it, too; leave one out")
     given = usual | given
+    if "request_rate" in given:
+        given["request_rate"], *others = given["request_rate"]
+        if others:
+            raise refuse("request_rate", ",".join(map(str, options["request_rate"])), "use one rate")
     if "input_len" in given and given["dataset"] not in RANDOM:
         raise refuse("input_len", shown(given["input_len"]), "goes with --dataset random and gsp; leave it out")
     asked = Workload(**given, **sampling, seed=seed, read_task=task_prompts)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
+from specbatch.config.job_size import JobSize
 from specbatch.core.request import SamplingParams
 from specbatch.errors import about, counted, refuse
 from specbatch.memory.page_pool import held_at_once
@@ -49,7 +50,7 @@ class SweepOptions(Rounds):
         super().__post_init__()
         most, count = max(self.concurrency), self.workload.count(max(self.concurrency))
         if most > count and not self.workload.is_open:
-            raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or more groups")
+            raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or more prompts")
 
     def fitted(self, configs: Configs) -> dict[str, EngineConfig | Server]:
         """Engines as long as the workload's prompts and answers, unless they were asked to be longer. Servers are as
@@ -61,7 +62,9 @@ class SweepOptions(Rounds):
             raise refuse("until_precise", f"{100 * self.until_precise:g}%", works)
         for name, config in own.items():
             with about(name):
-                own[name] = with_concurrency(config, most)
+                own[name] = (
+                    replace(config, job=JobSize(most)) if self.workload.uncapped else with_concurrency(config, most)
+                )
         length = self.workload.max_model_len
         longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
         return {name: longer.get(name, config) for name, config in configs.items()}
@@ -74,13 +77,14 @@ class SweepOptions(Rounds):
         prompts = f"{counted(count, 'prompt')} per concurrent request (at least {LEAST_PROMPTS})"
         if workload.is_grouped:
             prompts = f"{workload.groups * workload.group_prompts} prompts"
+        elif workload.num_prompts is not None:
+            prompts = counted(workload.num_prompts, "prompt")
         rate = "" if workload.request_rate == math.inf else f", {workload.request_rate:g} requests/s"
+        most = "no cap on the requests in flight" if workload.uncapped else None
+        most = most or f"concurrency {', '.join(map(str, self.concurrency))}"
         least = "" if self.until_precise is None else "at least "
         repeats = f"{least}{counted(self.repeats, 'repeat')}"
-        line = (
-            f"settings: {lengths}; {prompts}{rate}; concurrency {', '.join(map(str, self.concurrency))}; "
-            f"{repeats}; configurations {', '.join(configurations)}"
-        )
+        line = f"settings: {lengths}; {prompts}{rate}; {most}; {repeats}; configurations {', '.join(configurations)}"
         return f"{line}\nshort run, the default on a CPU; for a long one add {LONG_RUN}" if shortened else line
 
 
@@ -155,13 +159,15 @@ class BenchmarkPrompts:
 
     def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         lengths = self.lengths[: self._workload.count(concurrency)]
-        check_concurrency(name, engine.caps, _replicas(engine), concurrency, lengths)
+        check_concurrency(name, engine.caps, _replicas(engine), self._workload.held(concurrency), lengths)
 
     def warm_up(self, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         """Run a full batch, and on a GPU one request that takes the slot of another. Prompt passes alternate with
         iterations, so each request has enough new tokens that the first one still runs when the last one begins."""
         prompts, params = self._of(concurrency)
         caps, replicas, most = engine.caps, _replicas(engine), WARM_UP_TOKENS
+        if self._workload.uncapped:
+            concurrency = min(concurrency, caps.get("max_running", concurrency) * replicas)
         running = -(-concurrency // replicas) * replicas  # each replica has a full batch
         count = running
         if caps.get("device") == "cpu":

@@ -114,7 +114,7 @@ def _check_pages(
         caps = {"max_running": plan.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
         replicas = engines_of(configs)[name].data_parallel
         caps |= {"verify_slots": slots, "max_model_len": plan.max_model_len}
-        check_concurrency(name, caps, replicas, most, lengths)
+        check_concurrency(name, caps, replicas, options.workload.held(most), lengths)
         reader = PromptReader(tokenizer, one.target.config, caps)
         for index, (tokens, own) in enumerate(zip(prompts, params, strict=True)):
             reader.check(tokens, own, index)

@@ -36,7 +36,7 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
 def _arrivals(work: dict[str, Any]) -> str:
     rate, burst = work.get("request_rate"), work.get("burst", 1)
     counted = "times are measured from there"
-    most = "at most as many as the concurrency run"
+    most = "no cap on the requests in flight" if work.get("uncapped") else "at most as many as the concurrency run"
     if work.get("sequential"):
         return "one request after the other, each alone on an idle engine"
     if burst == 0:

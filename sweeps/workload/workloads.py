@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.settings import setting
-from specbatch.config.values import burst_of, length
+from specbatch.config.values import burst_of, length, rates
 from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
 from specbatch.errors import SpecbatchError, at_least, refuse
@@ -55,8 +55,11 @@ class Workload:
     output_len  tokens per answer; for text the most, as an end token ends it
     prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than four; with "gsp"
                 it runs all groups
+    num_prompts  a point runs this many prompts, whatever its concurrency
     request_rate  prompts that arrive in a second, at random (a Poisson process of this seed, the first one at once);
                 inf: a closed loop, where a prompt is submitted when another one ends
+    uncapped    nothing limits the requests in flight but the engine, which runs as many as it can hold; with
+                request_rate=inf all prompts arrive at once
     sequential  a request is submitted after the previous one has left the device, so that each runs alone
     burst       prompts that arrive together, at the same mean rate; 0: all of a point at once, which takes no rate
     chat_template  None: messages are rendered by the model's template and all else is continued as text; True:
@@ -84,6 +87,11 @@ class Workload:
     prompts_per_concurrency: int = setting(
         4, "Prompts of a point, as a multiple of its concurrency, but at least 4.", panel=LOAD
     )
+    num_prompts: int | None = setting(
+        None,
+        "Prompts of a point, whatever its concurrency. Default: those of --prompts-per-concurrency; for gsp, all.",
+        panel=LOAD,
+    )
     seed: int = 0
     groups: int = setting(32, "gsp: number of groups.")
     group_prompts: int = setting(16, "gsp: prompts per group.")
@@ -95,7 +103,12 @@ class Workload:
         flags=("--shared-len", "--system-len"),
     )
     request_rate: float = setting(
-        math.inf, "Requests per second with random arrivals. inf: closed loop at --concurrency.", panel=LOAD
+        math.inf,
+        "Requests per second with random arrivals, and at most --concurrency in flight; without it, as many as arrive. "
+        "inf: closed loop at --concurrency; without it, all requests at once.",
+        panel=LOAD,
+        metavar="RATE,...",
+        parse=rates,
     )
     burst: int = setting(
         1,
@@ -105,6 +118,7 @@ class Workload:
         parse=burst_of,
     )
     sequential: bool = False
+    uncapped: bool = False
     chat_template: bool | None = setting(
         None,
         "Render all texts with the model's chat template, or none. Default: only messages.",
@@ -146,6 +160,10 @@ class Workload:
         for name in ("groups", "group_prompts", "shared_len"):
             if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
                 raise refuse(name, shown(getattr(self, name)), "goes with dataset='gsp'; leave it out")
+        if self.num_prompts is not None:
+            at_least("num_prompts", self.num_prompts, 1)
+            if self.is_grouped:
+                raise refuse("num_prompts", self.num_prompts, "dataset='gsp' runs all groups; use groups=N")
         self.params(1)  # refuses values that cannot be sampled with
         refuse_unsampled({name: getattr(self, name) for name in SAMPLED})
         if not self.request_rate > 0:
@@ -195,7 +213,12 @@ class Workload:
     @property
     def is_open(self) -> bool:
         """Whether prompts arrive by a clock."""
-        return self.request_rate < math.inf or self.burst == 0
+        return self.request_rate < math.inf or self.is_at_once
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether all prompts of a point arrive together."""
+        return self.burst == 0 or (self.uncapped and self.request_rate == math.inf)
 
     @property
     def most_turns(self) -> int:
@@ -283,7 +306,11 @@ class Workload:
     def count(self, concurrency: int) -> int:
         if self.is_grouped:
             return self.groups * self.group_prompts
-        return max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+        return self.num_prompts or max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+
+    def held(self, concurrency: int) -> int:
+        """How many requests an engine must hold at once: uncapped, what does not fit waits."""
+        return 1 if self.uncapped else concurrency
 
     def requests(self, concurrency: int) -> int:
         """Requests of a point: a prompt has one for each of its turns."""
@@ -296,7 +323,7 @@ class Workload:
         """Seconds at which the first `count` prompts arrive; None in a closed loop."""
         if not self.is_open:
             return None
-        if self.burst == 0:
+        if self.is_at_once:
             return [0.0] * count
         clock, rate = random.Random(f"{self.seed}/arrivals"), self.request_rate / self.burst
         bursts = -(-count // self.burst)
@@ -367,7 +394,8 @@ class Workload:
             if self.is_grouped
             else None,
             "request_rate": self.request_rate if self.request_rate < math.inf else None,
-            "burst": self.burst,
+            "burst": 0 if self.is_at_once else self.burst,
+            **({"uncapped": True} if self.uncapped else {}),
             "sequential": self.sequential,
             "prompts_sha256": sha256_of(prompts),
             **({"slo": self.slo.as_dict()} if self.slo else {}),
