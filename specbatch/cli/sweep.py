@@ -143,7 +143,7 @@ def sweep(
     """
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
-    from specbatch.sweeps.report.variants import RATE, THINKING, rates
+    from specbatch.sweeps.report.variants import RATE, THINKING, Axis, rates
     from specbatch.sweeps.run.benchmark import SweepOptions
     from specbatch.sweeps.run.configurations import by_model
     from specbatch.sweeps.run.engine_groups import engines_of
@@ -159,7 +159,8 @@ def sweep(
     is_shortened = on_cpu and workload[RATE] is None and None in (
         rounds["concurrency"], workload["output_len"], workload["prompts_per_concurrency"]
     )  # fmt: skip
-    axis, mode = None, {}
+    axis: Axis | None = None
+    mode: dict[str, Any] = {}
     if compare_thinking:
         word_modes(workload["thinking"])
         axis, mode = THINKING, {"thinking": True}

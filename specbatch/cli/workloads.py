@@ -9,6 +9,7 @@ from specbatch.cli.output import say
 from specbatch.errors import refuse
 from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, REPEATS, Lengths, default_dataset
 from specbatch.sweeps.workload.lengths import shown
+from specbatch.sweeps.workload.sharegpt import SHAREGPT
 from specbatch.sweeps.workload.workloads import RANDOM, Workload
 
 PANEL = "Workload"  # a box of --help
@@ -41,6 +42,11 @@ def asked_workload(options: Mapping[str, Any], lengths: Lengths, *, seed: int, *
             raise refuse("prompts_per_concurrency", given["prompts_per_concurrency"], works)
     elif "num_prompts" in given and "prompts_per_concurrency" in given:
         raise refuse("num_prompts", given["num_prompts"], "--prompts-per-concurrency sets it, too; leave one out")
+    if given.get("dataset") == SHAREGPT:
+        if "output_len" in given:
+            works = "answers of sharegpt are as long as those of its rows; leave it out"
+            raise refuse("output_len", shown(given["output_len"]), works)
+        del usual["output_len"]
     given = usual | given
     if "request_rate" in given:
         given["request_rate"], *others = given["request_rate"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -18,11 +19,12 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
 from specbatch.sweeps.report.point_notes import failures
 from specbatch.sweeps.report.points import load_records, precision_of
-from specbatch.sweeps.run.conversations import ask, label, longest
+from specbatch.sweeps.run.conversations import ask, label
+from specbatch.sweeps.run.conversations import longest as most_tokens
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected, with_concurrency
 from specbatch.sweeps.run.runner import Measured, save_measured
-from specbatch.sweeps.run.sanity_checks import add_digests, warnings, whole_text
+from specbatch.sweeps.run.sanity_checks import add_digests, retokenized, warnings, whole_text
 from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.rounds import Rounds
@@ -122,11 +124,15 @@ class Benchmark:
 
     def prepare(self, engines: Engines, tokenizer: Tokenizer) -> BenchmarkPrompts:
         workload = self.options.workload
-        prompts = workload.prompts(tokenizer, workload.count(max(self.concurrency)))
+        count = workload.count(max(self.concurrency))
+        longest = min([sys.maxsize, *(engine.caps.get("max_model_len", sys.maxsize) for engine in engines.values())])
+        workload = workload.for_engines(tokenizer, count, longest)
+        prompts = workload.prompts(tokenizer, count)
         params = workload.params(len(prompts))
         for client in clients_of(engines):
             client.know_messages(prompts, workload.messages(len(prompts)))
-        return BenchmarkPrompts(self, prompts, params, list(longest(workload, tokenizer, prompts, params)))
+        own = replace(self, options=replace(self.options, workload=workload))
+        return BenchmarkPrompts(own, prompts, params, list(most_tokens(workload, tokenizer, prompts, params)))
 
     def save(self, folder: Path, plan: dict[str, Any], point: Point, measured: Measured) -> None:
         save_measured(folder, plan, point, measured)
@@ -195,6 +201,7 @@ class BenchmarkPrompts:
             (call.turn - 1) * len(prompts) + call.places[one.index]: one for call in asked for one in call.completions
         }
         add_digests(record.requests, answers)
+        record.metrics["retokenized_tokens"] = retokenized(engine.tokenizer, completions)
         if workload.slo is not None:
             record.metrics |= workload.slo.metrics(record.requests, record.metrics["duration_s"])
         record.workload["output_sha256"] = sha256_of([item.token_ids or whole_text(item) for item in completions])

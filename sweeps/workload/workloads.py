@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -25,6 +26,7 @@ from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categorie
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
 from specbatch.sweeps.workload.rounds import LOAD
+from specbatch.sweeps.workload.sharegpt import SHAREGPT, read_sharegpt, with_lengths
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -42,6 +44,8 @@ class Workload:
                 "gsp" (generated shared prefix, after SGLang's benchmark): `groups` of `group_prompts` seeded prompts,
                 each of shared_len tokens that are its group's and input_len of its own, all in shuffled order;
                 "gsm8k": its test questions, which are bundled, or those of the file `data`;
+                "sharegpt": the first messages of conversations in the file `data`, and answers as long as the second
+                ones (`sweeps.workload.sharegpt`), with which output_len has no effect;
                 "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
                 its own order; `data` as for `specbatch eval`;
                 or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
@@ -71,10 +75,12 @@ class Workload:
 
     dataset: str = setting(
         "random",
-        "gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. Lines have "
-        "the format of generate, or the turns of MT-Bench and SPEED-Bench.",
+        "gsm8k, random, gsp (groups of random prompts with a shared prefix), sharegpt (--data FILE.json), lm-eval:TASK "
+        "or FILE.jsonl. Lines have the format of generate, or the turns of MT-Bench and SPEED-Bench.",
     )
-    data: Path | None = setting(None, "Other questions for --dataset gsm8k and lm-eval:gsm8k.")
+    data: Path | None = setting(
+        None, "The conversations of --dataset sharegpt, or other questions for gsm8k and lm-eval:gsm8k."
+    )
     input_len: Length = setting(
         INPUT_LEN,
         "Tokens per random prompt, or a range; for gsp, without the shared prefix.",
@@ -86,11 +92,6 @@ class Workload:
     )
     prompts_per_concurrency: int = setting(
         4, "Prompts of a point, as a multiple of its concurrency, but at least 4.", panel=LOAD
-    )
-    num_prompts: int | None = setting(
-        None,
-        "Prompts of a point, whatever its concurrency. Default: those of --prompts-per-concurrency; for gsp, all.",
-        panel=LOAD,
     )
     seed: int = 0
     groups: int = setting(32, "gsp: number of groups.")
@@ -118,7 +119,6 @@ class Workload:
         parse=burst_of,
     )
     sequential: bool = False
-    uncapped: bool = False
     chat_template: bool | None = setting(
         None,
         "Render all texts with the model's chat template, or none. Default: only messages.",
@@ -141,6 +141,12 @@ class Workload:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    num_prompts: int | None = setting(
+        None,
+        "Prompts of a point, whatever its concurrency. Default: those of --prompts-per-concurrency; for gsp, all.",
+        panel=LOAD,
+    )
+    uncapped: bool = False
     slo: Objectives | None = setting(
         None,
         "Latency objectives for goodput, in seconds: some of ttft, tpot and e2e, such as ttft=0.5,tpot=0.03.",
@@ -178,11 +184,12 @@ class Workload:
             raise refuse("burst", self.burst, "give request_rate, too, or use all")
         if self.sequential and self.is_open:
             raise refuse("request_rate", self.request_rate, "sequential requests do not arrive by a clock")
-        if self.data is not None and self.dataset != "gsm8k" and not self.dataset.startswith(LM_EVAL):
+        of_data = self.dataset in ("gsm8k", SHAREGPT) or self.dataset.startswith(LM_EVAL)
+        if self.data is not None and not of_data:
             raise refuse(
                 "data",
                 str(self.data),
-                "goes with the data sets gsm8k and lm-eval:TASK; name another file as the data set itself",
+                "goes with the data sets gsm8k, sharegpt and lm-eval:TASK; name another file as the data set itself",
             )
         if self.is_random:
             for name in ("chat_template", "thinking", "category", "turns"):
@@ -193,7 +200,12 @@ class Workload:
             raise refuse(
                 "output_len", shown(self.output_len), "answers of text end by themselves; give one number, the maximum"
             )
-        rows, stop = read_dataset(self.dataset, self.data, self.read_task, as_messages=bool(self.chat_template))
+        if self.has_own_lengths:
+            if self.data is None:
+                raise refuse("dataset", SHAREGPT, "name its file with data=ShareGPT_V3_unfiltered_cleaned_split.json")
+            rows, stop = list[Prompt](read_sharegpt(self.data, self.seed)), tuple[str, ...]()
+        else:
+            rows, stop = read_dataset(self.dataset, self.data, self.read_task, as_messages=bool(self.chat_template))
         rows = self._of_turns(of_categories(rows, self.category))
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
@@ -205,6 +217,16 @@ class Workload:
     @property
     def is_random(self) -> bool:
         return self.dataset in RANDOM
+
+    @property
+    def has_own_lengths(self) -> bool:
+        """Whether each row has its own output length, which takes the tokenizer to know (`for_engines`)."""
+        return self.dataset == SHAREGPT
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether answers are as long as asked, whatever the model writes."""
+        return self.is_random or self.has_own_lengths
 
     @property
     def is_grouped(self) -> bool:
@@ -260,7 +282,7 @@ class Workload:
         params = SamplingParams(
             **{name: getattr(self, name) for name in SAMPLED},
             max_new_tokens=self._draw_length("output", index, self.output_len),
-            ignore_eos=self.is_random,
+            ignore_eos=self.ignores_eos,
             stop=self.stop,
             skip_special_tokens=self.is_random,
         )
@@ -330,6 +352,20 @@ class Workload:
         times = accumulate((clock.expovariate(rate) for _ in range(bursts - 1)), initial=0.0)
         return [time for time in times for _ in range(self.burst)][:count]
 
+    def for_engines(self, tokenizer: Tokenizer, count: int, longest: int) -> Workload:
+        """With the rows and their own lengths that a point of `count` prompts takes; of other datasets as it is.
+        longest: most tokens of a prompt and its answer."""
+        if not self.has_own_lengths:
+            return self
+        how = {"chat_template": self.chat_template is not False, "thinking": self.thinking}
+        rows = tuple(with_lengths(self.rows, tokenizer, count, longest, **how))
+        if not rows:
+            works = f"has no conversation of at most {longest} tokens; use a larger max_model_len"
+            raise refuse("data", str(self.data), works)
+        found = copy(self)
+        object.__setattr__(found, "rows", rows)
+        return found
+
     def prompts(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
         """The first `count` prompts as token ids. A file with fewer rows starts over."""
         if not self.is_random:
@@ -376,9 +412,9 @@ class Workload:
             "data": str(self.data) if self.data else None,
             "input_len": inputs[0] if inputs and inputs[0] == inputs[1] else None,
             "input_range": list(inputs) if inputs and inputs[0] < inputs[1] else None,
-            "output_len": outputs[1],
+            "output_len": outputs[1] if own or not self.has_own_lengths else None,
             "output_range": list(outputs) if outputs[0] < outputs[1] else None,
-            "ignore_eos": self.is_random,
+            "ignore_eos": self.ignores_eos,
             "stop": list(self.stop),
             "chat_template": self.chat_template,
             "rendered": self.is_rendered,
