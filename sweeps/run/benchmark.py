@@ -52,7 +52,8 @@ class SweepOptions(Rounds):
         super().__post_init__()
         most, count = max(self.concurrency), self.workload.count(max(self.concurrency))
         if most > count and not self.workload.is_open:
-            raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or more prompts")
+            more = "more groups" if self.workload.is_grouped else "a larger num_prompts"
+            raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or {more}")
 
     def fitted(self, configs: Configs) -> dict[str, EngineConfig | Server]:
         """Engines as long as the workload's prompts and answers, unless they were asked to be longer. Servers are as

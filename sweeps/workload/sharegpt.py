@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import refuse
 from specbatch.files.text_files import read_json
-from specbatch.jobs.prompts import HALF_PAIR, Prompt, is_text
+from specbatch.jobs.prompts import Prompt
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -68,8 +68,6 @@ def _exchange(path: Path, number: int, entry: Any) -> Exchange | None:
         value = message.get("value") if isinstance(message, dict) else None
         if not isinstance(value, str):
             raise refuse("data", f"{where}.{key}[{place}]", f"has no text under the key value; {_FORM}")
-        if not is_text(value):
-            raise refuse("data", f"{where}.{key}[{place}].value", HALF_PAIR)
         texts.append(value)
     return Exchange(number, "prompt", texts[0], answer=texts[1])
 

@@ -25,6 +25,7 @@ from specbatch.servers.server import SENT
 from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categories, read_dataset
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
+from specbatch.sweeps.workload.random_prompts import Groups, draw_length, random_prompts
 from specbatch.sweeps.workload.rounds import LOAD
 from specbatch.sweeps.workload.sharegpt import SHAREGPT, read_sharegpt, with_lengths
 
@@ -281,7 +282,7 @@ class Workload:
     def _params(self, index: int) -> SamplingParams:
         params = SamplingParams(
             **{name: getattr(self, name) for name in SAMPLED},
-            max_new_tokens=self._draw_length("output", index, self.output_len),
+            max_new_tokens=draw_length(self.seed, "output", index, self.output_len),
             ignore_eos=self.ignores_eos,
             stop=self.stop,
             skip_special_tokens=self.is_random,
@@ -374,23 +375,8 @@ class Workload:
                 row.encode(tokenizer, chat_template=template, thinking=self.thinking) for row in self.rows[:count]
             ]
             return [encoded[index % len(encoded)] for index in range(count)]
-        avoid = tokenizer.eos_ids | {tokenizer.bos_id}
-        usable = [token for token in range(tokenizer.vocab_size) if token not in avoid]
-
-        def draw(name: str, length: int) -> list[int]:
-            return random.Random(f"{self.seed}/{name}").choices(usable, k=length)
-
-        def own(index: int) -> list[int]:
-            return draw(f"{index}", self._draw_length("input", index, self.input_len))
-
-        if not self.is_grouped:
-            return [own(index) for index in range(count)]
-        shared = [
-            draw(f"group {group}", self._draw_length("shared", group, self.shared_len)) for group in range(self.groups)
-        ]
-        order = [group for group in range(self.groups) for _ in range(self.group_prompts)]
-        random.Random(f"{self.seed}/order").shuffle(order)
-        return [shared[group] + own(index) for index, group in enumerate(order[:count])]
+        shared = Groups(self.groups, self.group_prompts, self.shared_len) if self.is_grouped else None
+        return random_prompts(tokenizer, count, self.seed, self.input_len, shared)
 
     def messages(self, count: int) -> list[list[dict[str, Any]] | None]:
         """What the chat template renders as the first `count` prompts; None for those of another kind."""
@@ -436,10 +422,6 @@ class Workload:
             "prompts_sha256": sha256_of(prompts),
             **({"slo": self.slo.as_dict()} if self.slo else {}),
         }
-
-    def _draw_length(self, what: str, index: int, length: Length) -> int:
-        least, most = bounds(length)
-        return least if least == most else random.Random(f"{self.seed}/{what} length {index}").randint(least, most)
 
     def _of_turns(self, rows: list[Prompt]) -> list[Prompt]:
         """The rows with as many turns as are asked."""
