@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specbatch.sweeps.workload.lengths import Length, bounds
 
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
 
 
-class Groups(NamedTuple):
+@dataclass(frozen=True)
+class Groups:
     """Groups of prompts that share their first tokens."""
 
     count: int
