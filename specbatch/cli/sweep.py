@@ -208,6 +208,8 @@ def sweep(
         from specbatch.sweeps.run.estimate import dry_run as planned
 
         text = planned(engines, options, output)
+        if axis is not None:
+            text += f"the same for each {axis.title}: {', '.join(axis.values)}\n"
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return

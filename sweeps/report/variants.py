@@ -36,6 +36,10 @@ class Axis:
     values: Mapping[str, Any]
     line: str = "workload"
 
+    @property
+    def title(self) -> str:
+        return self.name.replace("_", " ")
+
     def folders(self, folder: Path) -> dict[str, Path]:
         """The folder of each value, by its label."""
         return {label: folder / f"{self.name.replace('_', '-')}-{label}" for label in self.values}
@@ -90,17 +94,16 @@ def markdown(folder: Path, axis: Axis, found: dict[str, list[RunRecord]], rows: 
         lines = lines or own
         told[own[axis.line].replace(f", thinking {label}", "")] = None
         headings, cells = decision(rows[label], SWEEP, "concurrency", bases(records))
-        body += [{axis.name.replace("_", " "): label, **dict(zip(headings, row, strict=True))} for row in cells]
+        body += [{axis.title: label, **dict(zip(headings, row, strict=True))} for row in cells]
         points |= {(label, *point): repeats for point, repeats in points_of(records).items()}
     names = list(dict.fromkeys(name for row in body for name in row))
     paths = axis.folders(folder)
     missing = [label for label, path in paths.items() if not (path / PLAN).exists() or unfinished(path)]
-    title = axis.name.replace("_", " ")
     parts = [
         heading(lines | {axis.line: "; ".join(told)}),
         f"{markdown_table([[row.get(name, '-') for name in names] for row in body], names)}\n",
         f"{apart}\n" if (apart := parts_table(points, (axis.name, *POINT))) else "",
-        f"* UNFINISHED: {title} {' and '.join(missing)}\n" if missing else "",
+        f"* UNFINISHED: {axis.title} {' and '.join(missing)}\n" if missing else "",
         f"* {', '.join(f'{path.name}/summary.md' for path in paths.values())}: all columns and notes\n",
     ]
     return "\n".join(filter(None, parts))

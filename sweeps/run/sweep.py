@@ -97,10 +97,10 @@ def run_variants(
 
     server: the only configuration, in place of `configs`; its client renders the prompts
     """
-    paths, title = axis.folders(folder), axis.name.replace("_", " ")
+    paths = axis.folders(folder)
     each = {
         paths[label]: replace(
-            options, workload=replace(options.workload, **{axis.name: value}), section=f"{title} {label}"
+            options, workload=replace(options.workload, **{axis.name: value}), section=f"{axis.title} {label}"
         )
         for label, value in axis.values.items()
     }
