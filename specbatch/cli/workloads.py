@@ -24,9 +24,11 @@ DEFAULTS = {  # as --help shows them
 }
 
 
-def asked_workload(options: Mapping[str, Any], lengths: Lengths, *, seed: int, **sampling: Any) -> Workload:
+def asked_workload(
+    options: Mapping[str, Any], lengths: Lengths, *, seed: int, uncapped: bool = False, **sampling: Any
+) -> Workload:
     """The workload of a command, whose notes are shown. options: those of `Workload`, None where not given; lengths:
-    the defaults of the machine."""
+    the defaults of the machine; uncapped: as in `Workload`."""
     from specbatch.evals.prompts import task_prompts
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -35,7 +37,7 @@ def asked_workload(options: Mapping[str, Any], lengths: Lengths, *, seed: int, *
         "output_len": lengths.output_len,
         "prompts_per_concurrency": lengths.prompts_per_concurrency,
     }
-    if sampling.get("uncapped") and given.get("dataset", usual["dataset"]) != "gsp":
+    if uncapped and given.get("dataset", usual["dataset"]) != "gsp":
         usual["num_prompts"] = lengths.num_prompts
         if "prompts_per_concurrency" in given:
             works = "there is no concurrency without --concurrency; use num_prompts"
@@ -54,7 +56,7 @@ def asked_workload(options: Mapping[str, Any], lengths: Lengths, *, seed: int, *
             raise refuse("request_rate", ",".join(map(str, options["request_rate"])), "use one rate")
     if "input_len" in given and given["dataset"] not in RANDOM:
         raise refuse("input_len", shown(given["input_len"]), "goes with --dataset random and gsp; leave it out")
-    asked = Workload(**given, **sampling, seed=seed, read_task=task_prompts)
+    asked = Workload(**given, **sampling, seed=seed, uncapped=uncapped, read_task=task_prompts)
     for note in asked.notes():
         say(note)
     return asked
