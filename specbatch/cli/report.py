@@ -43,7 +43,7 @@ def report(
         Option(
             metavar="ROWS,COLUMNS,VALUE,...",
             help="A table with two settings as rows and columns and a metric (or accuracy) in the cells, such as "
-            "tensor_parallel,concurrency,output_throughput; may be repeated. In pivots.md, pivots.csv and the page; "
+            "tensor_parallel,concurrency,accept_length; may be repeated. In pivots.md, pivots.csv and the page; "
             "also of a folder of several sweeps, such as that of --request-rate 1,5,inf.",
         ),
     ] = None,
@@ -59,7 +59,7 @@ def report(
 
     specbatch report results/records.tar.xz --output out/report
 
-    specbatch report out/eval --pivot tensor_parallel,concurrency,output_throughput,accuracy,accept_length
+    specbatch report out/eval --pivot tensor_parallel,concurrency,accuracy,accept_length
 
     Of an evaluation in several configurations, scores.md, .csv and .json are its table with the scores.
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 ACCURACY = "accuracy"
 FILES = ("pivots.md", "pivots.csv")
 SPLIT = ("model", "dataset", "configuration", "concurrency", RATE, "thinking")  # a table each, unless rows or columns
-FORM = "write ROWS,COLUMNS,VALUE, such as tensor_parallel,concurrency,output_throughput"
+FORM = "write ROWS,COLUMNS,VALUE, such as tensor_parallel,concurrency,accept_length"
 
 
 @dataclass(frozen=True)
