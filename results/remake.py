@@ -10,6 +10,7 @@ published.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
@@ -19,10 +20,18 @@ from pathlib import Path
 from pages import ARCHIVE, PAGE, pages
 
 from specbatch.evals.grid_table import SUMMARY, load_grid
+from specbatch.evals.report import EvalReport
+from specbatch.jobs.send_one import table as send_one_table
 from specbatch.records.answers import is_evaluated
 from specbatch.records.archive import unpacked
+from specbatch.records.store import RECORD
 from specbatch.records.sweep_plan import PLAN, unfinished
+from specbatch.sweeps.bench.sections import KINDS, kind_of
 from specbatch.sweeps.bench.tables import write_tables
+from specbatch.sweeps.report.gains import FILES as GAINS
+from specbatch.sweeps.report.gains import gains_of
+from specbatch.sweeps.report.pivots import FILES as PIVOTS
+from specbatch.sweeps.report.pivots import asked_in, made
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.report import table_files
 
@@ -30,14 +39,37 @@ RESULTS = Path(__file__).parent
 
 
 def tables_of(archive: Path) -> dict[str, str]:
-    """All tables that the records of a sweep, a bench or an evaluation make: content by name."""
+    """All tables that the records of a sweep, a bench or an evaluation make: content by name. Pivot tables and gains
+    are those that the files beside the archive name."""
     with unpacked("records", archive) as folder:
-        if is_evaluated(folder):
-            load_grid(folder).save(folder)
-            return {name: (folder / name).read_text(encoding="utf-8") for name in SUMMARY}
-        if (folder / PLAN).exists():
-            return table_files(load_records(folder), unfinished(folder))
-        return {"summary.md": write_tables(folder), "summary.csv": (folder / "summary.csv").read_text()}
+        return _of_runs(folder) | _pivots(archive, folder) | _gains(archive, folder)
+
+
+def _of_runs(folder: Path) -> dict[str, str]:
+    if is_evaluated(folder):
+        load_grid(folder).save(folder)
+        return {name: (folder / name).read_text(encoding="utf-8") for name in SUMMARY}
+    if (folder / PLAN).exists():
+        return table_files(load_records(folder), unfinished(folder))
+    if (folder / RECORD).exists():
+        return EvalReport.load(folder).files()
+    if any(kind_of(path.parent.name) not in KINDS for path in folder.glob(f"*/{PLAN}")):
+        return {}  # several sweeps, of which there are pivot tables
+    return {"summary.md": write_tables(folder), "summary.csv": (folder / "summary.csv").read_text()}
+
+
+def _pivots(archive: Path, folder: Path) -> dict[str, str]:
+    if not (beside := archive.with_name(PIVOTS[0])).exists():
+        return {}
+    return dict(zip(PIVOTS, made(folder, asked_in(beside.read_text(encoding="utf-8"))), strict=True))
+
+
+def _gains(archive: Path, folder: Path) -> dict[str, str]:
+    if not (beside := archive.with_name(GAINS[0])).exists():
+        return {}
+    runs = re.findall(r"^\* (?:before|after): (.*)$", beside.read_text(encoding="utf-8"), re.MULTILINE)
+    found = gains_of({name: folder / name for name in runs})
+    return dict(zip(GAINS, (found.markdown(), found.csv()), strict=True))
 
 
 def remade(archive: Path) -> Iterator[tuple[Path, str]]:
@@ -56,10 +88,12 @@ def is_same(table: str, text: str) -> bool:
     return all(math.isclose(float(a), float(b), rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(old, new, strict=True))
 
 
-def made() -> Iterator[tuple[Path, str]]:
+def every_table() -> Iterator[tuple[Path, str]]:
     """All tables, then all pages, with what the records make of them."""
     for archive in sorted(RESULTS.rglob(ARCHIVE)):
         yield from remade(archive)
+    for result in sorted(RESULTS.rglob("send-one.json")):
+        yield result.with_suffix(".md"), f"{send_one_table(json.loads(result.read_text(encoding='utf-8')))}\n"
     yield from pages(RESULTS).items()
 
 
@@ -67,7 +101,7 @@ def main() -> int:
     """The exit status."""
     check = "--check" in sys.argv[1:]
     tables = written = differ = 0
-    for path, text in made():
+    for path, text in every_table():
         is_page = path.name == PAGE
         tables, written = tables + (not is_page), written + is_page
         old = path.read_text(encoding="utf-8") if path.exists() else ""

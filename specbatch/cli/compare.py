@@ -18,6 +18,14 @@ def compare(
     output: Annotated[
         Path | None, Option("--output", "--out", help="New folder for summary.md, summary.csv, compare.json.")
     ] = None,
+    with_gains: Annotated[
+        bool,
+        Option(
+            "--gains",
+            help="Show before, after, delta and gain of output tok/s, p99 TTFT and mean TPOT, with regressions named; "
+            "with --output also as gains.md and gains.csv.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show how runs differ from the first one, with confidence intervals.
@@ -25,6 +33,8 @@ def compare(
     specbatch compare out/before out/after
 
     specbatch compare out/sweep/baseline out/sweep/v1 out/sweep/v2
+
+    specbatch compare out/sweep/v1 out/sweep/v2 --gains
 
     specbatch compare out/eval-before out/eval-after --json
 
@@ -37,6 +47,7 @@ def compare(
     """
     from specbatch.files.atomic_file import write_atomic, write_json
     from specbatch.sweeps.report.compare import compare as run
+    from specbatch.sweeps.report.gains import FILES, gains_of
 
     with nullcontext() if output is None else derived_folder(output, "compare") as folder:
         result = run(base, *runs)
@@ -44,4 +55,11 @@ def compare(
             write_atomic(folder / "summary.md", result.markdown())
             write_atomic(folder / "summary.csv", result.csv())
             write_json(folder / "compare.json", result.as_dict())
-    show(result.markdown(), result.as_dict(), as_json=as_json, kept=None if output is None else str(output))
+        text, values = result.markdown(), result.as_dict()
+        if with_gains:
+            found = gains_of(result.paths)
+            text, values = found.markdown(), values | {"gains": found.as_dict()}
+            if folder is not None:
+                write_atomic(folder / FILES[0], text)
+                write_atomic(folder / FILES[1], found.csv())
+    show(text, values, as_json=as_json, kept=None if output is None else str(output))

@@ -38,6 +38,15 @@ def report(
             "(itl_s) are left out.",
         ),
     ] = None,
+    pivot: Annotated[
+        list[str] | None,
+        Option(
+            metavar="ROWS,COLUMNS,VALUE,...",
+            help="A table with two settings as rows and columns and a metric (or accuracy) in the cells, such as "
+            "tensor_parallel,concurrency,accept_length; may be repeated. In pivots.md, pivots.csv and the page; "
+            "also of a folder of several sweeps, such as that of --request-rate 1,5,inf.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write the report of a sweep from its records: tables, charts and an HTML page.
@@ -50,6 +59,8 @@ def report(
 
     specbatch report results/records.tar.xz --output out/report
 
+    specbatch report out/eval --pivot tensor_parallel,concurrency,accuracy,accept_length
+
     Of an evaluation in several configurations, scores.md, .csv and .json are its table with the scores.
 
     report.html is a single file that needs no network. Files of an earlier report are replaced; records are only read.
@@ -58,11 +69,19 @@ def report(
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.bench.sections import KINDS, kind_of
     from specbatch.sweeps.bench.tables import write_tables
+    from specbatch.sweeps.report.pivots import FILES, Pivot, write_pivots
     from specbatch.sweeps.report.report import write_report
 
+    asked = [Pivot.parse(text) for text in pivot or ()]
     if records is not None:
         pack(folder, records)
     sections = sorted(path.parent for path in folder.glob(f"*/{PLAN}"))
+    if asked and _has_several(folder):
+        files = write_pivots(folder, output or folder, asked)
+        text = "\n".join([files[0].read_text(encoding="utf-8"), *map(str, files)])
+        named = {"report": str(files[0]), "files": list(map(str, files))}
+        show(text, named, as_json=as_json, kept=str(files[0]))
+        return
     if sections and all(kind_of(section.name) in KINDS for section in sections):  # of a bench
         if output is not None:
             raise refuse("output", str(output), "the tables of a bench are written to its folder; leave it out")
@@ -77,14 +96,25 @@ def report(
         )
         return
     grid = _grid(folder)
-    paths = write_report(folder, output, () if grid is None else grid.scores())
+    paths = write_report(folder, output, () if grid is None else grid.scores(), asked)
     if grid is not None:
         grid.save(paths[-1].parent, SCORES)
         paths = [*(paths[-1].parent / name for name in SCORES), *paths]
     lines = "\n".join(map(str, paths))
+    if asked:
+        lines = f"{(paths[-1].parent / FILES[0]).read_text(encoding='utf-8')}\n{lines}"
     show(
         lines, {"report": str(paths[-1]), "files": [str(path) for path in paths]}, as_json=as_json, kept=str(paths[-1])
     )
+
+
+def _has_several(folder: Path) -> bool:
+    """Whether the folder holds several sweeps, or evaluations, and none itself."""
+    from specbatch.records.archive import unpacked
+    from specbatch.records.sweep_plan import PLAN
+
+    with unpacked("folder", folder) as files:
+        return not (files / PLAN).exists() and any(files.rglob(PLAN))
 
 
 def _grid(folder: Path) -> Grid | None:

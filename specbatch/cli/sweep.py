@@ -103,6 +103,8 @@ def sweep(
 
     specbatch sweep --request-rate 10 --slo ttft=0.5,tpot=0.03
 
+    specbatch sweep --request-rate 1,5,inf --num-prompts 256
+
     specbatch sweep --dataset gsm8k --chat-template --compare-thinking
 
     Answers are greedy, or sampled with --temperature, each with its own seed (--seed chooses them): the same for all
@@ -141,28 +143,37 @@ def sweep(
     """
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
-    from specbatch.sweeps.report.thinking import folders_of
+    from specbatch.sweeps.report.variants import RATE, THINKING, Axis, rates
     from specbatch.sweeps.run.benchmark import SweepOptions
     from specbatch.sweeps.run.configurations import by_model
     from specbatch.sweeps.run.engine_groups import engines_of
     from specbatch.sweeps.run.loading import check, one_group, refuse_servers
     from specbatch.sweeps.run.process import run_in_process
-    from specbatch.sweeps.run.sweep import run_server, run_sweep, run_thinking
+    from specbatch.sweeps.run.sweep import run_server, run_sweep, run_variants
 
     engine, workers = clustered(engine, cluster, replicas=False)
     if workers is not None and engine_kind != "specbatch":
         raise refuse("distributed", cluster["distributed"], "does not apply to a server; leave it out")
     on_cpu = engine_kind == "specbatch" and device_type(engine.device) == "cpu"
     lengths = CPU if on_cpu else GPU
-    is_shortened = on_cpu and None in (
+    is_shortened = on_cpu and workload[RATE] is None and None in (
         rounds["concurrency"], workload["output_len"], workload["prompts_per_concurrency"]
     )  # fmt: skip
-    steps = rounds["concurrency"] or whole_numbers("concurrency", lengths.concurrency)
-    repeats = REPEATS if rounds["repeats"] is None else rounds["repeats"]
-    mode = {"thinking": True} if compare_thinking else {}
+    axis: Axis | None = None
+    mode: dict[str, Any] = {}
     if compare_thinking:
         word_modes(workload["thinking"])
-    asked = workloads.asked_workload(workload | mode, lengths, seed=engine.seed, **sampling)
+        axis, mode = THINKING, {"thinking": True}
+    if len(several := workload[RATE] or ()) > 1:
+        if axis is not None:
+            raise refuse(RATE, ",".join(map(str, several)), "--compare-thinking takes one rate; run it for each")
+        axis, mode = rates(several), {RATE: several[:1]}
+    uncapped = workload[RATE] is not None and rounds["concurrency"] is None
+    asked = workloads.asked_workload(workload | mode, lengths, seed=engine.seed, uncapped=uncapped, **sampling)
+    steps = rounds["concurrency"] or whole_numbers("concurrency", lengths.concurrency)
+    if uncapped:
+        steps = (asked.count(1),)
+    repeats = REPEATS if rounds["repeats"] is None else rounds["repeats"]
     precise = rounds["until_precise"]
     if precise is None and is_given(context, "most_repeats"):
         raise refuse(
@@ -176,11 +187,13 @@ def sweep(
     engines: dict[str, EngineConfig | Server] = {}
     if server is None:
         grouped, elsewhere = asked.is_grouped, workers is not None
-        own = {"concurrency": max(steps), "prefix_cache": grouped, "elsewhere": elsewhere}
+        own = {"concurrency": None if uncapped else max(steps), "prefix_cache": grouped, "elsewhere": elsewhere}
         engines = configured_with_servers(engine, configs, workload["thinking"], **own)
     if compare_thinking:
         servers = [config for config in engines.values() if isinstance(config, Server)]
         check_compared(workload["thinking"], by_model(engines), servers if server is None else [server.server])
+    if axis is not None and len(names := list(by_model(engines))) > 1:
+        raise refuse(RATE, ",".join(axis.values), f"several rates take one model, not {', '.join(names)}")
     has_servers = server is not None or len(engines_of(engines)) < len(engines)
     if workers is not None:
         refuse_servers(engines)
@@ -195,6 +208,8 @@ def sweep(
         from specbatch.sweeps.run.estimate import dry_run as planned
 
         text = planned(engines, options, output)
+        if axis is not None:
+            text += f"the same for each {axis.title}: {', '.join(axis.values)}\n"
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return
@@ -203,12 +218,12 @@ def sweep(
         options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
         models, statuses = by_model(engines), list[int]()
-        if compare_thinking:
+        if axis is not None:
             with progress("sweep", "requests") as report:
-                summary, rows = run_thinking(
-                    engines, options, folder, server=server, log=say, report=report, cluster=workers
+                summary, rows = run_variants(
+                    engines, options, axis, folder, server=server, log=say, report=report, cluster=workers
                 )
-            reports = [page for path in folders_of(folder).values() for page in write_reports(path)]
+            reports = [page for path in axis.folders(folder).values() for page in write_reports(path)]
         elif server is not None:
             with progress("sweep", "requests") as report:
                 run_server(server, options, folder, log=say, report=report)
@@ -243,7 +258,7 @@ def sweep(
         as_json=as_json,
         kept=str(folder),
     )
-    parts = folders_of(folder).values() if compare_thinking else [folder]
+    parts = [folder] if axis is None else axis.folders(folder).values()
     if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, parts))):
         raise typer.Exit(1)
 

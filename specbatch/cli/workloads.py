@@ -9,6 +9,7 @@ from specbatch.cli.output import say
 from specbatch.errors import refuse
 from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, REPEATS, Lengths, default_dataset
 from specbatch.sweeps.workload.lengths import shown
+from specbatch.sweeps.workload.sharegpt import SHAREGPT
 from specbatch.sweeps.workload.workloads import RANDOM, Workload
 
 PANEL = "Workload"  # a box of --help
@@ -18,13 +19,16 @@ DEFAULTS = {  # as --help shows them
     "dataset": f"{default_dataset(input_len_given=False)}; with --input-len {default_dataset(input_len_given=True)}",
     "input_len": f"{INPUT_LEN} with --dataset random or gsp",
     "output_len": f"{GPU.output_len}; {CPU.output_len} on a CPU",
+    "request_rate": "inf",
     "prompts_per_concurrency": f"{GPU.prompts_per_concurrency}; {CPU.prompts_per_concurrency} on a CPU",
 }
 
 
-def asked_workload(options: Mapping[str, Any], lengths: Lengths, *, seed: int, **sampling: Any) -> Workload:
+def asked_workload(
+    options: Mapping[str, Any], lengths: Lengths, *, seed: int, uncapped: bool = False, **sampling: Any
+) -> Workload:
     """The workload of a command, whose notes are shown. options: those of `Workload`, None where not given; lengths:
-    the defaults of the machine."""
+    the defaults of the machine; uncapped: as in `Workload`."""
     from specbatch.evals.prompts import task_prompts
 
     given = {name: value for name, value in options.items() if value is not None}
@@ -33,10 +37,26 @@ def asked_workload(options: Mapping[str, Any], lengths: Lengths, *, seed: int, *
         "output_len": lengths.output_len,
         "prompts_per_concurrency": lengths.prompts_per_concurrency,
     }
+    if uncapped and given.get("dataset", usual["dataset"]) != "gsp":
+        usual["num_prompts"] = lengths.num_prompts
+        if "prompts_per_concurrency" in given:
+            works = "there is no concurrency without --concurrency; use num_prompts"
+            raise refuse("prompts_per_concurrency", given["prompts_per_concurrency"], works)
+    elif "num_prompts" in given and "prompts_per_concurrency" in given:
+        raise refuse("num_prompts", given["num_prompts"], "--prompts-per-concurrency sets it, too; leave one out")
+    if given.get("dataset") == SHAREGPT:
+        if "output_len" in given:
+            works = "answers of sharegpt are as long as those of its rows; leave it out"
+            raise refuse("output_len", shown(given["output_len"]), works)
+        del usual["output_len"]
     given = usual | given
+    if "request_rate" in given:
+        given["request_rate"], *others = given["request_rate"]
+        if others:
+            raise refuse("request_rate", ",".join(map(str, options["request_rate"])), "use one rate")
     if "input_len" in given and given["dataset"] not in RANDOM:
         raise refuse("input_len", shown(given["input_len"]), "goes with --dataset random and gsp; leave it out")
-    asked = Workload(**given, **sampling, seed=seed, read_task=task_prompts)
+    asked = Workload(**given, **sampling, seed=seed, uncapped=uncapped, read_task=task_prompts)
     for note in asked.notes():
         say(note)
     return asked

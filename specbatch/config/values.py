@@ -23,6 +23,17 @@ def whole_numbers(setting: str, text: str) -> tuple[int, ...]:
         raise refuse(setting, text, "use whole numbers of at least 1, separated by commas: 1,8,32,128") from None
 
 
+def rates(setting: str, text: str) -> tuple[float, ...]:
+    """Comma-separated rates above 0, of which inf is one."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(rate > 0 for rate in found):
+        raise refuse(setting, text, "use requests per second above 0, or inf, separated by commas: 1,5,inf")
+    return found
+
+
 def layers(setting: str, text: str) -> tuple[int, ...]:
     """Comma-separated layers."""
     try:

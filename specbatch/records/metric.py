@@ -125,6 +125,12 @@ class Metric:
             return None
         return fmean(values) if values else None
 
+    def of_all(self, records: Sequence[HasRows]) -> tuple[float | None, int]:
+        """A percentile over the repeats of whatever values there are, fewer than it needs included, and how many there
+        are."""
+        times = self._times(records)
+        return (float(np.percentile(times, self.percentile or 50)) if times else None), len(times)
+
     def _times(self, records: Sequence[HasRows]) -> list[float]:
         """The values of `field` in the rows; none if a record that measured them has lost them (`archive.DROPPED`)."""
         every: list[float] = []

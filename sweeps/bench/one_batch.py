@@ -1,11 +1,16 @@
 """Prefill and decode of one static batch, in the lines of SGLang's bench_one_batch (0.5.23: benchmark/one_batch.py).
 
-    Prefill. batch size: 1, input: 1024, latency: 0.50000 s, throughput:   2048.00 token/s
-    Decode.  batch size: 8, input: 512, mean latency: 0.10000 s, throughput:     80.00 token/s
+    Prefill. latency: 0.43751 s, throughput:  18724.34 token/s
+    Decode.  median latency: 0.01206 s, median throughput:   2653.56 token/s
+    Total. latency:  0.812 s, throughput:  11351.80 token/s
 
-Prefill is the median time to first token of a request that runs alone (section ttft). Decode is the mean step of a full
-batch (section decode), where SGLang has the median; with drafts a step emits several tokens. A batch of several prompts
-at once, and the total of a run, are not measured by themselves, so they have no line.
+Of section onebatch, whose prompts all arrive at once: prefill ends with the first token of the last one, decode is the
+median time between the tokens of a request (of a configuration that drafts, a step emits several), and the total counts
+tokens of prompts and answers. Prompts of more than prefill_chunk tokens together take several passes, between which
+others decode; theirs count in the latency of the prefill. SGLang's runs one pass, without a scheduler.
+
+Of the other sections: prefill is the median time to first token of a request that runs alone (section ttft), and decode
+the mean step of a full batch (section decode).
 """
 
 from __future__ import annotations
@@ -14,9 +19,11 @@ from collections.abc import Iterator, Mapping
 
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
+from specbatch.sweeps.report.heading import made_up
 from specbatch.sweeps.report.points import points_of
 
 _TTFT, _STEP, _SPEED = (METRICS[key] for key in ("median_ttft_s", "step_s", "decode_throughput"))
+_PREFILL, _DECODE, _TOTAL = (METRICS[key] for key in ("max_ttft_s", "median_itl_s", "duration_s"))
 
 
 def one_batch(records: Mapping[str, list[RunRecord]]) -> str:
@@ -28,15 +35,19 @@ def one_batch(records: Mapping[str, list[RunRecord]]) -> str:
             found.setdefault(name, []).append(line)
     if not found:
         return ""
+    unreal = made_up([record for own in records.values() for record in own])
     blocks = "\n\n".join("\n".join([name, *lines]) for name, lines in found.items())
-    return f"### As bench_one_batch prints it\n\n```\n{blocks}\n```\n"
+    return f"### As bench_one_batch prints it{f' ({unreal})' if unreal else ''}\n\n```\n{blocks}\n```\n"
 
 
 def _lines(section: str, records: list[RunRecord]) -> Iterator[tuple[str, str]]:
     """Configuration and line of each point of a section."""
     for (size, name), repeats in points_of(records).items():
         length = repeats[0].workload["input_len"]
-        if section.startswith("ttft") and (seconds := _TTFT.over_repeats(repeats)):
+        if section.startswith("onebatch"):
+            for line in _batch(size, length, repeats):
+                yield name, line
+        elif section.startswith("ttft") and (seconds := _TTFT.over_repeats(repeats)):
             speed = length / seconds
             point = f"Prefill. batch size: 1, input: {length}, latency: {seconds:6.5f} s"
             yield name, f"{point}, throughput: {speed:9.2f} token/s"
@@ -44,3 +55,15 @@ def _lines(section: str, records: list[RunRecord]) -> Iterator[tuple[str, str]]:
             speed = _SPEED.over_repeats(repeats) or 0.0
             point = f"Decode.  batch size: {size}, input: {length}, mean latency: {seconds:6.5f} s"
             yield name, f"{point}, throughput: {speed:9.2f} token/s"
+
+
+def _batch(size: int, length: int, repeats: list[RunRecord]) -> Iterator[str]:
+    """The lines of a batch that was measured."""
+    output = repeats[0].workload["output_len"]
+    prefill, decode, total = (metric.over_repeats(repeats) for metric in (_PREFILL, _DECODE, _TOTAL))
+    if prefill is None or decode is None or total is None:
+        return
+    yield f"Batch size: {size}, input: {length}, output: {output}"
+    yield f"Prefill. latency: {prefill:6.5f} s, throughput: {size * length / prefill:9.2f} token/s"
+    yield f"Decode.  median latency: {decode:6.5f} s, median throughput: {size / decode:9.2f} token/s"
+    yield f"Total. latency: {total:6.3f} s, throughput: {size * (length + output) / total:9.2f} token/s"

@@ -17,8 +17,10 @@ LENGTHS = {  # section: the options that determine its lengths, the one of promp
     "closed": ("input_len", "output_len"),
     "ttft": ("ttft_tokens",),
     "verify": ("decode_tokens", "new_tokens"),
+    "onebatch": ("input_len", "output_len"),
 }
 SECTIONS = (MACHINE, *LENGTHS)
+USUAL = tuple(name for name in SECTIONS if name != "onebatch")
 COMPARED = (BASELINE, "v1", "v2", "v2+piecewise")
 
 
@@ -31,15 +33,20 @@ class BenchOptions:
     """
 
     sections: tuple[str, ...] = setting(
-        SECTIONS, "Sections to run: machine, decode, closed, ttft, verify.", parse=names
+        USUAL,
+        "Sections to run: machine, decode, closed, ttft, verify; and onebatch, the lines of SGLang's bench_one_batch, "
+        "which runs only if it is named.",
+        parse=names,
     )
     configs: tuple[str, ...] | None = setting(
         None,
-        "Configurations for sections closed, ttft and decode: v1, v2, v2+piecewise; with speculation also baseline. "
-        "Section verify always runs v2. Default: all that the device supports.",
+        "Configurations for sections closed, ttft, decode and onebatch: v1, v2, v2+piecewise; with speculation also "
+        "baseline. Section verify always runs v2. Default: all that the device supports.",
         parse=names,
     )
-    batch: tuple[int, ...] = setting((1, 32, 128), "Batch sizes of a decode step.", parse=whole_numbers)
+    batch: tuple[int, ...] = setting(
+        (1, 32, 128), "Batch sizes of a decode step, and of section onebatch.", parse=whole_numbers
+    )
     verify_batch: tuple[int, ...] = setting(
         (1, 32), "Batch sizes of the verify step (15 draft tokens + root per request).", parse=whole_numbers
     )
@@ -48,8 +55,8 @@ class BenchOptions:
     concurrency: tuple[int, ...] = setting(
         (1, 8, 32, 128), "Maximum numbers of requests in flight in a closed loop.", parse=whole_numbers
     )
-    input_len: int = setting(1024, "Prompt tokens in a closed loop.", whole(1))
-    output_len: int = setting(256, "New tokens in a closed loop.", whole(1))
+    input_len: int = setting(1024, "Prompt tokens in a closed loop, and in section onebatch.", whole(1))
+    output_len: int = setting(256, "New tokens in a closed loop, and in section onebatch.", whole(1))
     ttft_tokens: tuple[int, ...] = setting((128, 1024, 8192), "Prompt tokens of a single request.", parse=whole_numbers)
     repeats: int = setting(3, "Rounds over the configurations, interleaved: A B C C B A.", whole(1))
     sampling: Mapping[str, Any] = field(default_factory=dict)

@@ -5,6 +5,7 @@
             simulated accept length of 1 keeps the requests in step
     closed  closed loops
     ttft    single requests, one after the other; a sweep for each prompt length
+    onebatch  one batch of prompts that arrive together, and no others (`one_batch`); a sweep for each batch size
 
 A section that the user's lengths make too long for the model is refused; one that is too long by defaults is left out.
 """
@@ -81,6 +82,15 @@ KINDS = {
         View(_STEP, "step_s", "full", ("step_s", "read_share"), judges=False),
         ("step_s",),
     ),
+    "onebatch": Kind(
+        "One batch",
+        View(
+            ("total_throughput", "max_ttft_s", "median_itl_s", "duration_s", "accept_length", *_COUNTERS),
+            ratio="total_throughput",
+            break_even=None,
+            brief=("total_throughput", "max_ttft_s", "median_itl_s", "accept_length"),
+        ),
+    ),
 }
 
 
@@ -91,6 +101,12 @@ def sweeps_of(kind: str, options: BenchOptions, seed: int) -> Iterator[SweepOpti
         for tokens in options.ttft_tokens:
             one = Workload("random", None, tokens, TTFT_NEW_TOKENS, TTFT_REQUESTS, seed, sequential=True, **drawn)
             yield SweepOptions((1,), options.repeats, one, f"ttft-{tokens}")
+    elif kind == "onebatch":
+        for size in options.batch:
+            together = Workload(
+                "random", None, options.input_len, options.output_len, seed=seed, num_prompts=size, burst=0, **drawn
+            )
+            yield SweepOptions((size,), options.repeats, together, f"onebatch-{size}")
     elif kind == "closed":
         loop = Workload("random", None, options.input_len, options.output_len, 2, seed, **drawn)
         yield SweepOptions(options.concurrency, options.repeats, loop, kind)
@@ -204,7 +220,7 @@ def _compared(base: EngineConfig, options: BenchOptions, log: Log | None) -> dic
     if not drafting and BASELINE in names:
         works = "nothing drafts without an algorithm or a draft; use some of v1, v2, v2+piecewise"
         raise refuse("configs", BASELINE, works)
-    found = dict.fromkeys(("decode", "closed", "ttft"), names)
+    found = dict.fromkeys(("decode", "closed", "ttft", "onebatch"), names)
     if not drafting:  # prefill graphs do not change a step
         found["decode"] = tuple(name for name in names if name != "v2+piecewise") or names
         found["verify"] = ("v2", VERIFY)

@@ -122,7 +122,7 @@ def markdown(
 def _workload(works: list[dict[str, Any]]) -> dict[str, str]:
     """Heading lines of sweeps that differ in the length of their prompts."""
     lengths = sorted(work["input_len"] for work in works)
-    several = {"input_len": None, "input_range": [lengths[0], lengths[-1]]} if len(works) > 1 else {}
+    several = {"input_len": None, "input_range": [lengths[0], lengths[-1]]} if lengths[0] < lengths[-1] else {}
     return lines_of(works[0] | several)
 
 

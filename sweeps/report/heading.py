@@ -62,6 +62,13 @@ def run_on(records: list[RunRecord]) -> dict[str, str]:
     }
 
 
+def made_up(records: list[RunRecord]) -> str:
+    """What of the runs was not real, for titles: random weights and simulated acceptance; "" if all was."""
+    weights = ["random weights"] if any(one.config.get("load_format") == "dummy" for one in records) else []
+    models = dict.fromkeys(one.simulated_acceptance for one in records if one.simulated_acceptance is not None)
+    return ", ".join([*weights, *(f"simulated acceptance ({model})" for model in models)])
+
+
 def _replicas(records: list[RunRecord]) -> dict[str, str]:
     """A line on the number of replicas, by configuration where it differs; none where all have one."""
     counts = {str(record.workload.get("configuration", "")): record.replicas for record in records}

@@ -45,6 +45,10 @@ from specbatch.sweeps.report.acceptance import (
 from specbatch.sweeps.report.heading import about, how_made
 from specbatch.sweeps.report.note import Note
 from specbatch.sweeps.report.notes import losses_of, notes
+from specbatch.sweeps.report.pivots import FILES as PIVOTS
+from specbatch.sweeps.report.pivots import Pivot, PivotTable, pivots
+from specbatch.sweeps.report.pivots import csv as pivot_csv
+from specbatch.sweeps.report.pivots import markdown as pivot_markdown
 from specbatch.sweeps.report.plots import draw
 from specbatch.sweeps.report.points import POINT, SWEEP, bases, load_records, points_of
 from specbatch.sweeps.report.sentences import headline
@@ -77,11 +81,16 @@ class Picture:
         return plot_style.inline(self.svg, f"{self.plot.title}. {self.plot.caption}")
 
 
-def write_report(folder: Path, output: Path | None = None, scores: Sequence[Mapping[str, str]] = ()) -> list[Path]:
+def write_report(
+    folder: Path,
+    output: Path | None = None,
+    scores: Sequence[Mapping[str, str]] = (),
+    asked: Sequence[Pivot] = (),
+) -> list[Path]:
     """Write all files from the records in `folder` to `output`; return their paths, the page last.
 
     output: by default `folder`; of an evaluation, which has its own summary there, `folder/report`.
-    scores: of an evaluation, the cells of each point by their heading, for the page.
+    scores: of an evaluation, the cells of each point by their heading, for the page. asked: pivot tables.
 
     folder: of a sweep, or an archive of its records (`specbatch.records.archive`). Refused: one without records of a
     sweep, an archive without `output`, and an `output` with files of these names but no report. Raises UnwritableError.
@@ -98,7 +107,10 @@ def write_report(folder: Path, output: Path | None = None, scores: Sequence[Mapp
         left_out = read_json("folder", place / LEFT_OUT) if (place / LEFT_OUT).exists() else {}
     with writing(target):
         target.mkdir(parents=True, exist_ok=True)  # fail before the work
-    files = _files(records, missing, command_of(folder, output), left_out, scores)
+    tables = pivots(folder, asked) if asked else []
+    files = _files(records, missing, command_of(folder, output), left_out, scores, tables)
+    if asked:
+        files = {**dict(zip(PIVOTS, (pivot_markdown(tables, asked), pivot_csv(tables)), strict=True)), **files}
     there = [name for name in files if (target / name).exists()]
     if there and PAGE not in there and not target.samefile(folder):
         works = f"has {', '.join(there)}, which no report has written; name another folder"
@@ -144,6 +156,7 @@ def _files(
     command: str,
     left_out: Mapping[str, str],
     scores: Sequence[Mapping[str, str]],
+    tables: Sequence[PivotTable] = (),
 ) -> dict[str, str | bytes]:
     """Content by path below the folder."""
     files: dict[str, str | bytes] = dict(table_files(records, missing))
@@ -152,7 +165,7 @@ def _files(
         if picture.plot.figure is not None:
             files[f"plots/{picture.plot.name}.svg"] = picture.svg
             files[f"plots/{picture.plot.name}.png"] = picture.png
-    return files | {PAGE: page(records, pictures, serving_rows(records), command, missing, left_out, scores)}
+    return files | {PAGE: page(records, pictures, serving_rows(records), command, missing, left_out, scores, tables)}
 
 
 def draw_all(records: list[RunRecord]) -> list[Picture]:
@@ -174,6 +187,7 @@ def page(
     missing: Sequence[Point] = (),
     left_out: Mapping[str, str] = MappingProxyType({}),
     scores: Sequence[Mapping[str, str]] = (),
+    tables: Sequence[PivotTable] = (),
 ) -> str:
     """The report as one HTML file.
 
@@ -181,6 +195,7 @@ def page(
     missing   points of the sweep without a record
     left_out  of an evaluation, why configurations or points have none
     scores    of an evaluation, the cells of each point by their heading
+    tables    pivot tables
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -196,6 +211,7 @@ def page(
         made=made,
         warnings=warnings_of(records, missing, left_out),
         scores=_named(list(scores[0]), [list(row.values()) for row in scores]) if scores else None,
+        pivots=[(table.title, table.headings, table.cells) for table in tables],
         notes=[note.text for note in notes(records, rows) if not note.warning],
         pictures=pictures,
         comparison=_verdict_second(*_named(*decision(rows, SWEEP, "concurrency", over))),

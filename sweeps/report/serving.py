@@ -1,7 +1,7 @@
 """A sweep in the layout of serving benchmarks: a block per point, and one summary by concurrency per configuration.
 
 Lines and their order are those of `sglang.bench_serving` (0.5.23: sglang/benchmark/serving.py), so that results can be
-read side by side, without "Total generated tokens (retokenized)": the engine reports the tokens of its answers.
+read side by side. Vision tokens, of which there are none, have the line that its versions of 2025 have.
 `specbatch.records.metrics` defines the numbers. Latencies are over the requests (ITL: the tokens) of all repeats
 together, so that mean, percentiles and maximum are of the same sample. Other numbers are means over repeats. What a
 repeat did not measure has no line, nor has a percentile of too few values. Concurrency is the mean number of unfinished
@@ -61,7 +61,9 @@ BLOCK: dict[str, tuple[Line, ...]] = {
         _line_of("duration_s", "Benchmark duration (s)"),
         _line_of("input_tokens", "Total input tokens"),
         Line("Total input text tokens", "input_text_tokens", "input_tokens", decimals=0),
+        Line("Total input vision tokens", "input_vision_tokens", "input_vision_tokens", decimals=0),
         _line_of("output_tokens", "Total generated tokens"),
+        _line_of("retokenized_tokens", "Total generated tokens (retokenized)"),
         _line_of("request_throughput", "Request throughput (req/s)"),
         _line_of("input_throughput", "Input token throughput (tok/s)"),
         _line_of("output_throughput", "Output token throughput (tok/s)"),
@@ -101,6 +103,7 @@ def _row(concurrency: int, name: str, records: list[RunRecord]) -> Row:
         "configuration": name,
         "backend": _backend(records[0]),
         "max_concurrency": concurrency,
+        "is_capped": not records[0].workload.get("uncapped"),
         "request_rate": records[0].workload.get("request_rate"),
         "slo_ms": " ".join(f"{key.removesuffix('_s')}:{1e3 * most:g}" for key, most in _slo(records[0]).items())
         or None,
@@ -132,6 +135,7 @@ def _numbers(record: RunRecord) -> dict[str, float | None]:
     most = min(work["concurrency"], work["prompts"]) if is_closed and requests else None
     peak = numbers.get(PEAK)
     return numbers | {
+        "input_vision_tokens": 0 if numbers.get("input_tokens") is not None else None,
         MEAN_CONCURRENCY: unfinished,
         PEAK_CONCURRENCY: numbers.get(PEAK_CONCURRENCY, most),
         PEAK: None if peak is None or peak < (numbers.get("output_throughput") or 0.0) else peak,
@@ -156,7 +160,7 @@ def block(row: Row) -> str:
         "Backend": row["backend"],
         "Configuration": row["configuration"],
         "Traffic request rate": "inf" if rate is None else f"{rate:g}",
-        "Max request concurrency": row["max_concurrency"],
+        "Max request concurrency": row["max_concurrency"] if row["is_capped"] else "not set",
         "Repeats": row["repeats"],
     }
     if (model := row["simulated_acceptance"]) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
+from specbatch.config.job_size import JobSize
 from specbatch.core.request import SamplingParams
 from specbatch.errors import about, counted, refuse
 from specbatch.memory.page_pool import held_at_once
@@ -17,11 +19,12 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
 from specbatch.sweeps.report.point_notes import failures
 from specbatch.sweeps.report.points import load_records, precision_of
-from specbatch.sweeps.run.conversations import ask, label, longest
+from specbatch.sweeps.run.conversations import ask, label
+from specbatch.sweeps.run.conversations import longest as most_tokens
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected, with_concurrency
 from specbatch.sweeps.run.runner import Measured, save_measured
-from specbatch.sweeps.run.sanity_checks import add_digests, warnings, whole_text
+from specbatch.sweeps.run.sanity_checks import add_digests, retokenized, warnings, whole_text
 from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.rounds import Rounds
@@ -49,7 +52,8 @@ class SweepOptions(Rounds):
         super().__post_init__()
         most, count = max(self.concurrency), self.workload.count(max(self.concurrency))
         if most > count and not self.workload.is_open:
-            raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or more groups")
+            more = "more groups" if self.workload.is_grouped else "a larger num_prompts"
+            raise refuse("concurrency", most, f"there are {count} prompts; use at most {count}, or {more}")
 
     def fitted(self, configs: Configs) -> dict[str, EngineConfig | Server]:
         """Engines as long as the workload's prompts and answers, unless they were asked to be longer. Servers are as
@@ -61,7 +65,9 @@ class SweepOptions(Rounds):
             raise refuse("until_precise", f"{100 * self.until_precise:g}%", works)
         for name, config in own.items():
             with about(name):
-                own[name] = with_concurrency(config, most)
+                own[name] = (
+                    replace(config, job=JobSize(most)) if self.workload.uncapped else with_concurrency(config, most)
+                )
         length = self.workload.max_model_len
         longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
         return {name: longer.get(name, config) for name, config in configs.items()}
@@ -74,13 +80,14 @@ class SweepOptions(Rounds):
         prompts = f"{counted(count, 'prompt')} per concurrent request (at least {LEAST_PROMPTS})"
         if workload.is_grouped:
             prompts = f"{workload.groups * workload.group_prompts} prompts"
+        elif workload.num_prompts is not None:
+            prompts = counted(workload.num_prompts, "prompt")
         rate = "" if workload.request_rate == math.inf else f", {workload.request_rate:g} requests/s"
+        most = "no cap on the requests in flight" if workload.uncapped else None
+        most = most or f"concurrency {', '.join(map(str, self.concurrency))}"
         least = "" if self.until_precise is None else "at least "
         repeats = f"{least}{counted(self.repeats, 'repeat')}"
-        line = (
-            f"settings: {lengths}; {prompts}{rate}; concurrency {', '.join(map(str, self.concurrency))}; "
-            f"{repeats}; configurations {', '.join(configurations)}"
-        )
+        line = f"settings: {lengths}; {prompts}{rate}; {most}; {repeats}; configurations {', '.join(configurations)}"
         return f"{line}\nshort run, the default on a CPU; for a long one add {LONG_RUN}" if shortened else line
 
 
@@ -118,11 +125,15 @@ class Benchmark:
 
     def prepare(self, engines: Engines, tokenizer: Tokenizer) -> BenchmarkPrompts:
         workload = self.options.workload
-        prompts = workload.prompts(tokenizer, workload.count(max(self.concurrency)))
+        count = workload.count(max(self.concurrency))
+        longest = min([sys.maxsize, *(engine.caps.get("max_model_len", sys.maxsize) for engine in engines.values())])
+        workload = workload.for_engines(tokenizer, count, longest)
+        prompts = workload.prompts(tokenizer, count)
         params = workload.params(len(prompts))
         for client in clients_of(engines):
             client.know_messages(prompts, workload.messages(len(prompts)))
-        return BenchmarkPrompts(self, prompts, params, list(longest(workload, tokenizer, prompts, params)))
+        own = replace(self, options=replace(self.options, workload=workload))
+        return BenchmarkPrompts(own, prompts, params, list(most_tokens(workload, tokenizer, prompts, params)))
 
     def save(self, folder: Path, plan: dict[str, Any], point: Point, measured: Measured) -> None:
         save_measured(folder, plan, point, measured)
@@ -155,13 +166,15 @@ class BenchmarkPrompts:
 
     def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         lengths = self.lengths[: self._workload.count(concurrency)]
-        check_concurrency(name, engine.caps, _replicas(engine), concurrency, lengths)
+        check_concurrency(name, engine.caps, _replicas(engine), self._workload.held(concurrency), lengths)
 
     def warm_up(self, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         """Run a full batch, and on a GPU one request that takes the slot of another. Prompt passes alternate with
         iterations, so each request has enough new tokens that the first one still runs when the last one begins."""
         prompts, params = self._of(concurrency)
         caps, replicas, most = engine.caps, _replicas(engine), WARM_UP_TOKENS
+        if self._workload.uncapped:
+            concurrency = min(concurrency, caps.get("max_running", concurrency) * replicas)
         running = -(-concurrency // replicas) * replicas  # each replica has a full batch
         count = running
         if caps.get("device") == "cpu":
@@ -189,6 +202,7 @@ class BenchmarkPrompts:
             (call.turn - 1) * len(prompts) + call.places[one.index]: one for call in asked for one in call.completions
         }
         add_digests(record.requests, answers)
+        record.metrics["retokenized_tokens"] = retokenized(engine.tokenizer, completions)
         if workload.slo is not None:
             record.metrics |= workload.slo.metrics(record.requests, record.metrics["duration_s"])
         record.workload["output_sha256"] = sha256_of([item.token_ids or whole_text(item) for item in completions])

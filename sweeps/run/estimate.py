@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +44,11 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
         options.workload.refuse_unsent()
     found = _planned(configs, options)
     plans = {name: plan for name, (_, plan, _) in found.items()}
-    first, _, share = next(iter(found.values()))
+    first, largest, share = next(iter(found.values()))
+    work, tokenizer = options.workload, first.target.tokenizer()
+    options = replace(
+        options, workload=work.for_engines(tokenizer, work.count(max(options.concurrency)), largest.max_model_len)
+    )
     _check_pages(found, configs, options)
     speeds = _speeds(first.device)
     left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]
@@ -114,7 +119,7 @@ def _check_pages(
         caps = {"max_running": plan.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
         replicas = engines_of(configs)[name].data_parallel
         caps |= {"verify_slots": slots, "max_model_len": plan.max_model_len}
-        check_concurrency(name, caps, replicas, most, lengths)
+        check_concurrency(name, caps, replicas, options.workload.held(most), lengths)
         reader = PromptReader(tokenizer, one.target.config, caps)
         for index, (tokens, own) in enumerate(zip(prompts, params, strict=True)):
             reader.check(tokens, own, index)

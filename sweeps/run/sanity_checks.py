@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.sweeps.workload.workloads import Workload, sha256_of
 from specbatch.text.thinking import CLOSE, OPEN
+
+if TYPE_CHECKING:
+    from specbatch.text.tokenizer import Tokenizer
 
 TEMPLATE_MARKS = (
     "<|im_start|>",
@@ -41,7 +44,7 @@ def warnings(
         yield f"{counted} input tokens were counted where {sent} were sent: the server tokenizes prompts differently"
     if drafts and (loops := sum(ends_in_loop(item.token_ids) for item in ended)):
         yield f"{of_all(loops)} end in a loop, which is easy to draft: acceptance is higher than on other text"
-    if workload.is_random:
+    if workload.ignores_eos:
         short = [item for item in ended if item.metrics.output_tokens < params[item.index].max_new_tokens]
         cut = sum(item.finish_reason == "length" for item in short)  # vLLM ends an answer at its max_model_len
         if cut:
@@ -91,6 +94,12 @@ def add_digests(rows: Iterable[dict[str, Any]], answers: dict[int, Completion]) 
             row["text_digest"] = sha256_of([whole_text(answer)])[:DIGEST]
             if answer.token_ids:
                 row["token_digest"] = sha256_of([answer.token_ids])[:DIGEST]
+
+
+def retokenized(tokenizer: Tokenizer, completions: Iterable[Completion]) -> int:
+    """Tokens of the texts of complete answers, encoded again."""
+    texts = (whole_text(item) for item in completions if item.is_complete)
+    return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
 
 def ends_in_loop(tokens: Sequence[int]) -> bool:

@@ -15,7 +15,7 @@ from specbatch.records.sweep_plan import Described, points
 from specbatch.sweeps.report.notes import losses_of
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.tables import write_summary
-from specbatch.sweeps.report.thinking import MODES, folders_of, write_thinking
+from specbatch.sweeps.report.variants import Axis, write_variants
 from specbatch.sweeps.run.benchmark import Benchmark, OnMeasured, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, check_early, one_group
@@ -81,9 +81,10 @@ def run_workloads(
             run_points(configs, loaded, workload, folder, log=log, report=report)
 
 
-def run_thinking(
+def run_variants(
     configs: Configs,
     options: SweepOptions,
+    axis: Axis,
     folder: Path,
     *,
     server: HttpEngine | None = None,
@@ -91,15 +92,17 @@ def run_thinking(
     report: NotedReport | None = None,
     cluster: Cluster | None = None,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Run a sweep with thinking on, then off, into folders of `folder`, with the same engines; return the Markdown of
-    both in one table, and its rows. What fails does so as in `run_sweep`.
+    """Run a sweep with each value of a setting of its workload, into folders of `folder`, with the same engines; return
+    the Markdown of all in one table, and its rows. What fails does so as in `run_sweep`.
 
     server: the only configuration, in place of `configs`; its client renders the prompts
     """
-    paths = folders_of(folder)
+    paths = axis.folders(folder)
     each = {
-        paths[mode]: replace(options, workload=replace(options.workload, thinking=is_on), section=f"thinking {mode}")
-        for mode, is_on in MODES.items()
+        paths[label]: replace(
+            options, workload=replace(options.workload, **{axis.name: value}), section=f"{axis.title} {label}"
+        )
+        for label, value in axis.values.items()
     }
     fit: Mapping[str, Described] = next(iter(each.values())).fitted(configs)
     if server is not None:
@@ -125,7 +128,7 @@ def run_thinking(
             for path, one in each.items():
                 if any(point.is_finished(path) for point in points(fit, one)):
                     write_summary(path)
-            found = write_thinking(folder)
+            found = write_variants(folder, axis)
     return found
 
 

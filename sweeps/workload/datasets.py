@@ -31,7 +31,7 @@ def read_dataset(
             raise refuse("dataset", dataset, "pass read_task=specbatch.evals.prompts.task_prompts")
         return read_task(dataset.removeprefix(LM_EVAL), data, as_messages=as_messages)
     if not dataset.endswith(".jsonl"):
-        raise refuse("dataset", dataset, "use random, gsp, gsm8k, lm-eval:TASK or the path of a .jsonl file")
+        raise refuse("dataset", dataset, "use random, gsp, gsm8k, sharegpt, lm-eval:TASK or the path of a .jsonl file")
     return read_prompts(Path(dataset), "dataset", (*FORMS, TURNS), takes_sampling=True), ()
 
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Lengths:
     """concurrency: as the option has it. output_len: tokens per answer. prompts_per_concurrency: prompts of a point per
-    concurrent request."""
+    concurrent request. num_prompts: of a point without a cap on the requests in flight."""
 
     concurrency: str
     output_len: int
     prompts_per_concurrency: int
+    num_prompts: int
 
 
-GPU = Lengths("1,8,32,128", 128, 4)
-CPU = Lengths("1,8,32", 32, 1)  # the bundled model takes about ten minutes on two cores
+GPU = Lengths("1,8,32,128", 128, 4, 256)
+CPU = Lengths("1,8,32", 32, 1, 8)  # the bundled model takes about ten minutes on two cores
 LEAST_PROMPTS = 4  # of a point, so that medians mean something
 REPEATS = 3
 INPUT_LEN = 128  # tokens of a random prompt

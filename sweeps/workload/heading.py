@@ -21,7 +21,8 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
         text += f" by the chat template{switch}"
     if turns := work.get("turns"):
         text += f", conversations of up to {turns} turns with the configuration's own answers"
-    output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_text(work.get('output_range') or work['output_len'])}"
+    length = _text(work.get("output_range") or work["output_len"] or "as long as the answers of its rows")
+    output = f"{'exactly' if work['ignore_eos'] else 'at most'} {length}"
     of = f" ({category})" if (category := work.get("category")) else ""
     sampled = f"{sampling_text(work.get('sampling'))}, seed {work['seed']}"
     if own := work.get("own_sampling"):
@@ -36,7 +37,7 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
 def _arrivals(work: dict[str, Any]) -> str:
     rate, burst = work.get("request_rate"), work.get("burst", 1)
     counted = "times are measured from there"
-    most = "at most as many as the concurrency run"
+    most = "no cap on the requests in flight" if work.get("uncapped") else "at most as many as the concurrency run"
     if work.get("sequential"):
         return "one request after the other, each alone on an idle engine"
     if burst == 0:
@@ -50,5 +51,5 @@ def _arrivals(work: dict[str, Any]) -> str:
     )
 
 
-def _text(length: int | list[int] | tuple[int, int]) -> str:
-    return str(length) if isinstance(length, int) else f"{length[0]} to {length[1]}"
+def _text(length: int | str | list[int] | tuple[int, int]) -> str:
+    return str(length) if isinstance(length, int | str) else f"{length[0]} to {length[1]}"

@@ -7,13 +7,14 @@ import json
 import math
 import random
 from collections.abc import Collection, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.settings import setting
-from specbatch.config.values import burst_of, length
+from specbatch.config.values import burst_of, length, rates
 from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
 from specbatch.errors import SpecbatchError, at_least, refuse
@@ -24,7 +25,9 @@ from specbatch.servers.server import SENT
 from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categories, read_dataset
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
+from specbatch.sweeps.workload.random_prompts import Groups, draw_length, random_prompts
 from specbatch.sweeps.workload.rounds import LOAD
+from specbatch.sweeps.workload.sharegpt import SHAREGPT, read_sharegpt, with_lengths
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -42,6 +45,8 @@ class Workload:
                 "gsp" (generated shared prefix, after SGLang's benchmark): `groups` of `group_prompts` seeded prompts,
                 each of shared_len tokens that are its group's and input_len of its own, all in shuffled order;
                 "gsm8k": its test questions, which are bundled, or those of the file `data`;
+                "sharegpt": the first messages of conversations in the file `data`, and answers as long as the second
+                ones (`sweeps.workload.sharegpt`), with which output_len has no effect;
                 "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
                 its own order; `data` as for `specbatch eval`;
                 or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
@@ -55,8 +60,11 @@ class Workload:
     output_len  tokens per answer; for text the most, as an end token ends it
     prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than four; with "gsp"
                 it runs all groups
+    num_prompts  a point runs this many prompts, whatever its concurrency
     request_rate  prompts that arrive in a second, at random (a Poisson process of this seed, the first one at once);
                 inf: a closed loop, where a prompt is submitted when another one ends
+    uncapped    nothing limits the requests in flight but the engine, which runs as many as it can hold; with
+                request_rate=inf all prompts arrive at once
     sequential  a request is submitted after the previous one has left the device, so that each runs alone
     burst       prompts that arrive together, at the same mean rate; 0: all of a point at once, which takes no rate
     chat_template  None: messages are rendered by the model's template and all else is continued as text; True:
@@ -68,10 +76,12 @@ class Workload:
 
     dataset: str = setting(
         "random",
-        "gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. Lines have "
-        "the format of generate, or the turns of MT-Bench and SPEED-Bench.",
+        "gsm8k, random, gsp (groups of random prompts with a shared prefix), sharegpt (--data FILE.json), lm-eval:TASK "
+        "or FILE.jsonl. Lines have the format of generate, or the turns of MT-Bench and SPEED-Bench.",
     )
-    data: Path | None = setting(None, "Other questions for --dataset gsm8k and lm-eval:gsm8k.")
+    data: Path | None = setting(
+        None, "The conversations of --dataset sharegpt, or other questions for gsm8k and lm-eval:gsm8k."
+    )
     input_len: Length = setting(
         INPUT_LEN,
         "Tokens per random prompt, or a range; for gsp, without the shared prefix.",
@@ -95,7 +105,12 @@ class Workload:
         flags=("--shared-len", "--system-len"),
     )
     request_rate: float = setting(
-        math.inf, "Requests per second with random arrivals. inf: closed loop at --concurrency.", panel=LOAD
+        math.inf,
+        "Requests per second with random arrivals, and at most --concurrency in flight; without it, as many as arrive. "
+        "inf: closed loop at --concurrency; without it, all requests at once.",
+        panel=LOAD,
+        metavar="RATE,...",
+        parse=rates,
     )
     burst: int = setting(
         1,
@@ -127,6 +142,12 @@ class Workload:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    num_prompts: int | None = setting(
+        None,
+        "Prompts of a point, whatever its concurrency. Default: those of --prompts-per-concurrency; for gsp, all.",
+        panel=LOAD,
+    )
+    uncapped: bool = False
     slo: Objectives | None = setting(
         None,
         "Latency objectives for goodput, in seconds: some of ttft, tpot and e2e, such as ttft=0.5,tpot=0.03.",
@@ -146,6 +167,10 @@ class Workload:
         for name in ("groups", "group_prompts", "shared_len"):
             if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
                 raise refuse(name, shown(getattr(self, name)), "goes with dataset='gsp'; leave it out")
+        if self.num_prompts is not None:
+            at_least("num_prompts", self.num_prompts, 1)
+            if self.is_grouped:
+                raise refuse("num_prompts", self.num_prompts, "dataset='gsp' runs all groups; use groups=N")
         self.params(1)  # refuses values that cannot be sampled with
         refuse_unsampled({name: getattr(self, name) for name in SAMPLED})
         if not self.request_rate > 0:
@@ -160,11 +185,12 @@ class Workload:
             raise refuse("burst", self.burst, "give request_rate, too, or use all")
         if self.sequential and self.is_open:
             raise refuse("request_rate", self.request_rate, "sequential requests do not arrive by a clock")
-        if self.data is not None and self.dataset != "gsm8k" and not self.dataset.startswith(LM_EVAL):
+        of_data = self.dataset in ("gsm8k", SHAREGPT) or self.dataset.startswith(LM_EVAL)
+        if self.data is not None and not of_data:
             raise refuse(
                 "data",
                 str(self.data),
-                "goes with the data sets gsm8k and lm-eval:TASK; name another file as the data set itself",
+                "goes with the data sets gsm8k, sharegpt and lm-eval:TASK; name another file as the data set itself",
             )
         if self.is_random:
             for name in ("chat_template", "thinking", "category", "turns"):
@@ -175,7 +201,12 @@ class Workload:
             raise refuse(
                 "output_len", shown(self.output_len), "answers of text end by themselves; give one number, the maximum"
             )
-        rows, stop = read_dataset(self.dataset, self.data, self.read_task, as_messages=bool(self.chat_template))
+        if self.has_own_lengths:
+            if self.data is None:
+                raise refuse("dataset", SHAREGPT, "name its file with data=ShareGPT_V3_unfiltered_cleaned_split.json")
+            rows, stop = list[Prompt](read_sharegpt(self.data, self.seed)), tuple[str, ...]()
+        else:
+            rows, stop = read_dataset(self.dataset, self.data, self.read_task, as_messages=bool(self.chat_template))
         rows = self._of_turns(of_categories(rows, self.category))
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
@@ -189,13 +220,28 @@ class Workload:
         return self.dataset in RANDOM
 
     @property
+    def has_own_lengths(self) -> bool:
+        """Whether each row has its own output length, which takes the tokenizer to know (`for_engines`)."""
+        return self.dataset == SHAREGPT
+
+    @property
+    def ignores_eos(self) -> bool:
+        """Whether answers are as long as asked, whatever the model writes."""
+        return self.is_random or self.has_own_lengths
+
+    @property
     def is_grouped(self) -> bool:
         return self.dataset == "gsp"
 
     @property
     def is_open(self) -> bool:
         """Whether prompts arrive by a clock."""
-        return self.request_rate < math.inf or self.burst == 0
+        return self.request_rate < math.inf or self.is_at_once
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether all prompts of a point arrive together."""
+        return self.burst == 0 or (self.uncapped and self.request_rate == math.inf)
 
     @property
     def most_turns(self) -> int:
@@ -236,8 +282,8 @@ class Workload:
     def _params(self, index: int) -> SamplingParams:
         params = SamplingParams(
             **{name: getattr(self, name) for name in SAMPLED},
-            max_new_tokens=self._draw_length("output", index, self.output_len),
-            ignore_eos=self.is_random,
+            max_new_tokens=draw_length(self.seed, "output", index, self.output_len),
+            ignore_eos=self.ignores_eos,
             stop=self.stop,
             skip_special_tokens=self.is_random,
         )
@@ -283,7 +329,11 @@ class Workload:
     def count(self, concurrency: int) -> int:
         if self.is_grouped:
             return self.groups * self.group_prompts
-        return max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+        return self.num_prompts or max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+
+    def held(self, concurrency: int) -> int:
+        """How many requests an engine must hold at once: uncapped, what does not fit waits."""
+        return 1 if self.uncapped else concurrency
 
     def requests(self, concurrency: int) -> int:
         """Requests of a point: a prompt has one for each of its turns."""
@@ -296,12 +346,26 @@ class Workload:
         """Seconds at which the first `count` prompts arrive; None in a closed loop."""
         if not self.is_open:
             return None
-        if self.burst == 0:
+        if self.is_at_once:
             return [0.0] * count
         clock, rate = random.Random(f"{self.seed}/arrivals"), self.request_rate / self.burst
         bursts = -(-count // self.burst)
         times = accumulate((clock.expovariate(rate) for _ in range(bursts - 1)), initial=0.0)
         return [time for time in times for _ in range(self.burst)][:count]
+
+    def for_engines(self, tokenizer: Tokenizer, count: int, longest: int) -> Workload:
+        """With the rows and their own lengths that a point of `count` prompts takes; of other datasets as it is.
+        longest: most tokens of a prompt and its answer."""
+        if not self.has_own_lengths:
+            return self
+        how = {"chat_template": self.chat_template is not False, "thinking": self.thinking}
+        rows = tuple(with_lengths(self.rows, tokenizer, count, longest, **how))
+        if not rows:
+            works = f"has no conversation of at most {longest} tokens; use a larger max_model_len"
+            raise refuse("data", str(self.data), works)
+        found = copy(self)
+        object.__setattr__(found, "rows", rows)
+        return found
 
     def prompts(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
         """The first `count` prompts as token ids. A file with fewer rows starts over."""
@@ -311,23 +375,8 @@ class Workload:
                 row.encode(tokenizer, chat_template=template, thinking=self.thinking) for row in self.rows[:count]
             ]
             return [encoded[index % len(encoded)] for index in range(count)]
-        avoid = tokenizer.eos_ids | {tokenizer.bos_id}
-        usable = [token for token in range(tokenizer.vocab_size) if token not in avoid]
-
-        def draw(name: str, length: int) -> list[int]:
-            return random.Random(f"{self.seed}/{name}").choices(usable, k=length)
-
-        def own(index: int) -> list[int]:
-            return draw(f"{index}", self._draw_length("input", index, self.input_len))
-
-        if not self.is_grouped:
-            return [own(index) for index in range(count)]
-        shared = [
-            draw(f"group {group}", self._draw_length("shared", group, self.shared_len)) for group in range(self.groups)
-        ]
-        order = [group for group in range(self.groups) for _ in range(self.group_prompts)]
-        random.Random(f"{self.seed}/order").shuffle(order)
-        return [shared[group] + own(index) for index, group in enumerate(order[:count])]
+        shared = Groups(self.groups, self.group_prompts, self.shared_len) if self.is_grouped else None
+        return random_prompts(tokenizer, count, self.seed, self.input_len, shared)
 
     def messages(self, count: int) -> list[list[dict[str, Any]] | None]:
         """What the chat template renders as the first `count` prompts; None for those of another kind."""
@@ -349,9 +398,9 @@ class Workload:
             "data": str(self.data) if self.data else None,
             "input_len": inputs[0] if inputs and inputs[0] == inputs[1] else None,
             "input_range": list(inputs) if inputs and inputs[0] < inputs[1] else None,
-            "output_len": outputs[1],
+            "output_len": outputs[1] if own or not self.has_own_lengths else None,
             "output_range": list(outputs) if outputs[0] < outputs[1] else None,
-            "ignore_eos": self.is_random,
+            "ignore_eos": self.ignores_eos,
             "stop": list(self.stop),
             "chat_template": self.chat_template,
             "rendered": self.is_rendered,
@@ -367,15 +416,12 @@ class Workload:
             if self.is_grouped
             else None,
             "request_rate": self.request_rate if self.request_rate < math.inf else None,
-            "burst": self.burst,
+            "burst": 0 if self.is_at_once else self.burst,
+            **({"uncapped": True} if self.uncapped else {}),
             "sequential": self.sequential,
             "prompts_sha256": sha256_of(prompts),
             **({"slo": self.slo.as_dict()} if self.slo else {}),
         }
-
-    def _draw_length(self, what: str, index: int, length: Length) -> int:
-        least, most = bounds(length)
-        return least if least == most else random.Random(f"{self.seed}/{what} length {index}").randint(least, most)
 
     def _of_turns(self, rows: list[Prompt]) -> list[Prompt]:
         """The rows with as many turns as are asked."""

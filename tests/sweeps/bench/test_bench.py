@@ -146,6 +146,16 @@ def test_requests_of_the_first_token_run_alone(run: Callable[..., Result]) -> No
         assert record.metrics["max_queue_s"] < 0.5 * record.metrics["mean_e2e_s"]  # none waited for another
 
 
+def test_one_batch_runs_its_prompts_together(run: Callable[..., Result], no_plots: None) -> None:
+    assert run(sections="onebatch", batch="1,3", input_len=6, output_len=5).exit_code == 0
+    records = load_sections(Path("out"))
+    for size in (1, 3):
+        for record in records[f"onebatch-{size}"]:
+            assert (record.metrics["requests"], record.workload["burst"]) == (size, 0)
+            assert record.metrics["output_tokens"] == 5 * size
+    assert Path("out/summary.md").read_text().count("Batch size: 3, input: 6, output: 5") == 2  # v1 and v2
+
+
 @pytest.mark.slow
 def test_drafts_are_compared_with_a_baseline(run: Callable[..., Result]) -> None:
     Path("peers.csv").write_text(PEERS)

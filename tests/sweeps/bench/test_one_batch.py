@@ -30,3 +30,21 @@ def test_lines_of_each_configuration():
         "```\n"
     )
     assert one_batch({"closed": records["closed"]}) == ""
+
+
+def test_lines_of_a_static_batch():
+    """Those of bench_one_batch 0.5.23, with its numbers of Nemotron-Nano-9B-v2 at batch 32, input 256, output 32."""
+    made = swept("v2", 32, section="onebatch-32", input_len=256, output_len=32)
+    made.config["load_format"] = "dummy"
+    made.requests = []
+    made.metrics |= {"max_ttft_s": 0.43751, "median_itl_s": 0.01206, "duration_s": 0.812}
+    assert one_batch({"onebatch-32": [made]}) == (
+        "### As bench_one_batch prints it (random weights)\n\n```\nv2\n"
+        "Batch size: 32, input: 256, output: 32\n"
+        "Prefill. latency: 0.43751 s, throughput:  18724.14 token/s\n"
+        "Decode.  median latency: 0.01206 s, median throughput:   2653.40 token/s\n"
+        "Total. latency:  0.812 s, throughput:  11349.75 token/s\n"
+        "```\n"
+    )
+    made.metrics["median_itl_s"] = None
+    assert one_batch({"onebatch-32": [made]}) == ""

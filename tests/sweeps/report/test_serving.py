@@ -113,9 +113,10 @@ def test_peaks_are_not_below_their_means():
     assert row["peak_concurrency"] >= row["mean_concurrency"]
 
 
-# sglang/benchmark/serving.py of 0.5.23, for text, without "Total generated tokens (retokenized)"
+# sglang/benchmark/serving.py of 0.5.23, for text, with the line of vision tokens of its versions of 2025
 SGLANG = """Backend|Traffic request rate|Max request concurrency|Successful requests|Benchmark duration (s)|
-Total input tokens|Total input text tokens|Total generated tokens|
+Total input tokens|Total input text tokens|Total input vision tokens|
+Total generated tokens|Total generated tokens (retokenized)|
 Request throughput (req/s)|Input token throughput (tok/s)|Output token throughput (tok/s)|
 Peak output token throughput (tok/s)|Peak concurrent requests|Total token throughput (tok/s)|Concurrency|Accept length|
 SLOs (ms)|Request goodput (req/s)|
@@ -128,12 +129,15 @@ P99 ITL (ms)|Max ITL (ms)""".replace("\n", "").split("|")
 def test_block_has_every_line_of_sglang_in_its_order():
     made = swept("v2", 64, slo={"ttft_s": 0.5, "tpot_s": 0.03})
     made.metrics |= {"goodput": 1.5, "slo_share": 0.75, "peak_output_throughput": 9999.0}
+    made.metrics["retokenized_tokens"] = 130889
     text = block(serving_rows([made])[0])
     found = [line.partition(":")[0] for line in text.splitlines() if ":" in line]
     assert [title for title in found if title in SGLANG] == SGLANG
     assert value(text, "SLOs (ms)") == "ttft:500 tpot:30"
     assert (value(text, "Request goodput (req/s)"), value(text, "SLO attainment (%)")) == ("1.50", "75.00")
     assert value(text, "Peak concurrent requests") == "64"
+    assert value(text, "Total input vision tokens") == "0"
+    assert value(text, "Total generated tokens (retokenized)") == "130889"
     assert "Goodput" not in block(serving_rows([swept("v2", 4)])[0])
 
 

@@ -1,0 +1,74 @@
+"""`sweep --request-rate 1,5,inf`: each rate in a folder of its own, all in one table, without a cap."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import Result
+
+from specbatch.sweeps.report.points import load_records
+from specbatch.sweeps.report.serving import block, serving_rows
+
+TOY = "--model toy --load-format dummy --device cpu --configs baseline,v2 --repeats 1 --out out"
+
+
+@pytest.fixture
+def run(run_toy: Callable[..., Callable[..., Result]]) -> Callable[..., Result]:
+    return run_toy(TOY.split())
+
+
+def works(rate: str) -> dict[str, object]:
+    (path,) = Path(f"out/request-rate-{rate}/v2").glob("c*/r1/record.json")
+    return dict(json.loads(path.read_text())["workload"])
+
+
+def test_rates(run: Callable[..., Result]) -> None:
+    command = "sweep --request-rate 200,inf --num-prompts 5 --input-len 8 --output-len 4"
+    result = run(command)
+    rows = list(csv.DictReader(Path("out/summary.csv").read_text().splitlines()))
+    assert [(row["request_rate"], row["configuration"], row["concurrency"]) for row in rows] == [
+        ("200", "baseline", "5"), ("200", "v2", "5"), ("inf", "baseline", "5"), ("inf", "v2", "5"),
+    ]  # fmt: skip
+    first, last = works("200"), works("inf")
+    assert (first["request_rate"], first["burst"], first["prompts"]) == (200, 1, 5)
+    assert (last["request_rate"], last["burst"], last["prompts"]) == (None, 0, 5)
+    assert (first["uncapped"], last["uncapped"]) == (True, True)
+    assert first["prompts_sha256"] == last["prompts_sha256"]
+    served = serving_rows(load_records(Path("out/request-rate-inf")))
+    assert "Max request concurrency:                 not set\n" in block(served[0])
+    assert "200 requests per second" in result.stdout
+    assert run(command).stderr.count("2 of 2 points are finished") == 2
+
+
+def test_a_rate_with_a_concurrency_is_capped(run: Callable[..., Result]) -> None:
+    run("sweep --request-rate 200 --concurrency 2 --input-len 8 --output-len 4")
+    (path,) = Path("out/v2").glob("c2/r1/record.json")
+    work = json.loads(path.read_text())["workload"]
+    assert "uncapped" not in work
+    assert (work["request_rate"], work["prompts"]) == (200, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--request-rate 1,x", "use requests per second above 0, or inf, separated by commas"),
+        ("--request-rate 1,-5", "use requests per second above 0"),
+        ("--request-rate 1,1.0", "1 is given twice"),
+        (
+            "--request-rate 5 --prompts-per-concurrency 2",
+            "there is no concurrency without --concurrency; use --num-prompts",
+        ),
+        ("--concurrency 2 --num-prompts 4 --prompts-per-concurrency 2", "--prompts-per-concurrency sets it, too"),
+        ("--concurrency 9 --num-prompts 4", "there are 4 prompts; use at most 4, or a larger --num-prompts"),
+        ("--dataset gsp --num-prompts 4", "runs all groups"),
+        ("--dataset sharegpt --data x.json --output-len 4", "as long as those of its rows; leave it out"),
+    ],
+)
+def test_refused(run: Callable[..., Result], options: str, reason: str) -> None:
+    Path("x.json").write_text("[]")
+    assert reason in run(f"sweep {options}", exit_code=2).stderr
+    assert not Path("out").exists()
