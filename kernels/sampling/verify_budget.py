@@ -11,8 +11,8 @@ from specbatch.kernels.common.packed_rows import pack_rows
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.accept import Proposal
 
-# Drafts are counted together that have about the same confidence and place in their chains (1st, 2nd, 3rd and 4th, later
-# ones), those of greedy requests and of sampled ones; and those of padding.
+# Drafts are counted together that have about the same confidence and place in their chains (first, second, third and
+# fourth, later ones), of greedy requests and of sampled ones; and all of padding.
 LEVELS, PLACES = 16, 4
 PADDING = 2 * LEVELS * PLACES
 KINDS = PADDING + 1

@@ -109,8 +109,8 @@ def spend(
     places, rows, firsts = (slots.new_empty(size) for size in (total, batch * (most + 1), batch + 1))
     block, nodes = next_power_of_2(batch), next_power_of_2(most + 1)
     spend_kernel[(1,)](
-        counts, recent, slots, proposal.drafted, confidence, temperature, verified, levels, values, places, rows, firsts,
-        batch, total, recent.stride(0), *((0, 0) if confidence is None else confidence.stride()),
+        counts, recent, slots, proposal.drafted, confidence, temperature, verified, levels, values, places, rows,
+        firsts, batch, total, recent.stride(0), *((0, 0) if confidence is None else confidence.stride()),
         DRAFTS=most, BATCH=block, NODES=nodes, VALUE_BITS=VALUE_BITS, TIE_BITS=(block * nodes).bit_length() - 1,
         LEVELS=LEVELS, PLACES=PLACES, WEIGHT=WEIGHT, GUESS=GUESS, GUESSED=GUESSED, num_warps=warps_for(block * nodes),
         enable_fp_fusion=False, **pdl(slots),

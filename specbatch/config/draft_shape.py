@@ -82,7 +82,7 @@ def auto_budgets(most: int) -> tuple[float, ...]:
     """Rows per request that a verify of up to `most` drafts may have if AUTO chooses them: the newest token, and drafts
     from a quarter to all, each number at most twice the one before."""
     counts = {first << power for first in (1, 3) for power in range(most.bit_length() + 2)}
-    return tuple(1 + count / QUARTERS for count in sorted(counts) if count < QUARTERS * most) + (1.0 + most,)
+    return tuple(1 + count / QUARTERS for count in sorted({*counts, QUARTERS * most}) if count <= QUARTERS * most)
 
 
 def _wrong(algorithm: Algorithm, shape: DraftShape) -> tuple[str, str] | None:

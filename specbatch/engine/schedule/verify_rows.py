@@ -1,0 +1,86 @@
+"""Chooses how many rows a verify has, for `verify_budget="auto"`. Host code only: no device, no clock.
+
+All requests draft all of their tokens. With a budget b, a verify of B requests has B b rows, and the drafts with the
+largest values are verified (`engine.device.verify_budget`). The value of a draft is the probability that it is reached
+and accepted, by what the run has shown for its confidence and place. The sum of the values of what is verified is
+therefore the number of drafts that are expected to be accepted. A step returns the values of all its drafts, verified
+or not, so that each step shows what every budget would have gained. The budget is chosen that has the most expected
+tokens per second:
+
+    (B + sum of the ceil(B b) - B largest values) / t(B, b)
+
+Times t, margins and probes are those of `DraftLength`: a budget takes the place of a number of drafts. A probe of the
+largest budget also shows which drafts are accepted of those that no other budget verifies.
+
+The values that count are those of steps whose results the host has handled, smoothed. In v2 these are all but the one
+in flight. So the host waits for nothing, and the number of rows does not depend on drafts of the step, which would make
+verification lossy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from specbatch.config.draft_shape import AUTO, QUARTERS
+from specbatch.engine.schedule.draft_length import Choice, DraftLength, Option, Requests
+
+NEWEST = 1 / 8  # weight of a step in the expected drafts
+
+
+class VerifyRows(DraftLength):
+    """Chooses one of `budgets` for each decode step. What `DraftLength` calls a number of drafts is that of verified
+    drafts per request, in quarters."""
+
+    def __init__(self, num_drafts: int, budgets: Sequence[float], buckets: list[int], *, pads: bool) -> None:
+        """num_drafts: of each request; budgets: rows per request, ascending, whole quarters; buckets: see
+        `DraftLength`; pads: whether steps have as many requests as their bucket, some of them padding."""
+        super().__init__(tuple(round((budget - 1) * QUARTERS) for budget in budgets), buckets)
+        self._num_drafts = num_drafts
+        self._pads = pads
+        # By bucket: drafts of a request that are expected to be accepted with each budget.
+        self._expected: dict[int, list[float]] = {}
+
+    def form(self, length: int) -> tuple[int, float | None]:
+        return self._num_drafts, 1 + length / QUARTERS
+
+    def _options(
+        self, requests: Requests, rows: int, cached: int, *, splits: bool = True
+    ) -> dict[tuple[int, int | None], Option]:
+        bucket = self.bucket(rows)
+        expected = [length / QUARTERS for length in self.draft_lengths]  # before the first result all are verified
+        if self._expected:
+            expected = self._expected[min(self._expected, key=lambda other: abs(other - bucket))]
+        found = {}
+        for length, drafts in zip(self.draft_lengths, expected, strict=True):
+            option = Option(rows * (1 + drafts) / self.model.seconds(self.model.kind(rows, length), cached), length)
+            found[option.form] = option
+        return found
+
+    def learn(
+        self,
+        choice: Choice,
+        accepted: Iterable[tuple[int, int]],
+        emitted: int,
+        kept: int,
+        ended: int,
+        values: Sequence[Sequence[float]] = (),
+    ) -> None:
+        """Observe a step with the values of the drafts of its requests; see `Proposal.values`."""
+        if not values:
+            return
+        bucket, count = choice.kind[0], len(values)
+        found = np.maximum(np.array(values).ravel(), 0.0)
+        found.sort()
+        sums = np.append(0.0, np.cumsum(found[::-1]))
+        size = bucket if self._pads else count
+        places = [min(math.ceil(size * length / QUARTERS), len(found)) for length in self.draft_lengths]
+        new = [float(sums[place]) / count for place in places]
+        known = self._expected.get(bucket, new)
+        self._expected[bucket] = [old + NEWEST * (one - old) for old, one in zip(known, new, strict=True)]
+
+
+def announced(budgets: tuple[float, ...]) -> str:
+    return f"verify budget: {AUTO}, one of {', '.join(f'{budget:g}' for budget in budgets)} rows per request"
