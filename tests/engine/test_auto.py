@@ -315,7 +315,7 @@ def test_a_step_learns_from_the_requests_that_draft(
 ) -> None:
     """Of which it knows the context, and of all how many tokens were kept, which are those of an answer."""
     learned = watch(
-        DraftLength, "learn", before=lambda _, choice, found, *tokens: (choice.num_drafts, list(found), *tokens)
+        DraftLength, "learn", before=lambda _, choice, found, *tokens: (choice.num_drafts, list(found), *tokens[:3])
     )
     no_step_times(monkeypatch)
     choices = [Choice(5, [2, 5]), *[Choice(0)] * 12]
@@ -324,8 +324,8 @@ def test_a_step_learns_from_the_requests_that_draft(
     prompts = [list(toy.prompts()[8])] * 8
     engine.generate(prompts, SamplingParams(max_new_tokens=24, ignore_eos=True))
     length = len(prompts[0])
-    assert learned[0] == (5, [(length, 5), (length, 5)], 8 + 10, 8 + 10, 0, [])
-    assert learned[1:3] == [(0, [], 8, 8, 0, [])] * 2
+    assert learned[0] == (5, [(length, 5), (length, 5)], 8 + 10, 8 + 10, 0)
+    assert learned[1:3] == [(0, [], 8, 8, 0)] * 2
     *_, emitted, kept, ended = learned[-1]
     assert emitted > kept > 0
     assert ended > 0

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specbatch.config.draft_shape import AUTO, QUARTERS
+from specbatch.engine.schedule.acceptance_by_context import GUESS
 from specbatch.engine.schedule.draft_length import Choice, DraftLength, Option, Requests
 
 NEWEST = 1 / 8  # weight of a step in the expected drafts
@@ -42,6 +43,8 @@ class VerifyRows(DraftLength):
         self._pads = pads
         # By bucket: drafts of a request that are expected to be accepted with each budget.
         self._expected: dict[int, list[float]] = {}
+        # Before the first result: as if each draft were accepted with this probability, given those before it.
+        self._guessed = [GUESS / (1 - GUESS) * (1 - GUESS ** (length / QUARTERS)) for length in self.draft_lengths]
 
     def form(self, length: int) -> tuple[int, float | None]:
         return self._num_drafts, 1 + length / QUARTERS
@@ -50,9 +53,8 @@ class VerifyRows(DraftLength):
         self, requests: Requests, rows: int, cached: int, *, splits: bool = True
     ) -> dict[tuple[int, int | None], Option]:
         bucket = self.bucket(rows)
-        expected = [length / QUARTERS for length in self.draft_lengths]  # before the first result all are verified
-        if self._expected:
-            expected = self._expected[min(self._expected, key=lambda other: abs(other - bucket))]
+        nearest = min(self._expected, key=lambda other: abs(other - bucket), default=0)
+        expected = self._expected.get(nearest, self._guessed)
         found = {}
         for length, drafts in zip(self.draft_lengths, expected, strict=True):
             option = Option(rows * (1 + drafts) / self.model.seconds(self.model.kind(rows, length), cached), length)
