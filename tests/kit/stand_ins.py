@@ -69,7 +69,7 @@ def no_step_times(patch: pytest.MonkeyPatch) -> None:
 
 
 def steep_step_times(patch: pytest.MonkeyPatch) -> None:
-    """Engines with `verify_budget="auto"` expect that a step takes a second, and a fifth for each draft of a request."""
+    """Engines with `verify_budget="auto"` take a step for a second, and a fifth for each draft of a request."""
     no_step_times(patch)
 
     def steep(worker: object, buckets: list[int], lengths: Sequence[int], **_: object) -> StepModel:

@@ -176,7 +176,7 @@ def test_enumeration_catches_confidence_in_the_draft_itself() -> None:
 def test_enumeration_catches_a_budget_that_depends_on_drafts_of_its_step() -> None:
     """The confidence in a draft depends on the drafts before it only, but it decides on these if it sets the budget."""
     toys = toys_of(0)
-    found, _ = texts_of(toys, before, 2, lambda confidence: 1 + (confidence[0][1] > 0.5) + (confidence[1][1] > 0.5))
+    found, _ = texts_of(toys, before, 2, lambda confidence: 1 + (confidence[1][1] == 1.0))
     assert error(toys, found, 3) > 1e-3
 
 
