@@ -339,6 +339,8 @@ class Record(Table):
             raise ValueError("metrics should have the number of requests")
         if missing := sorted(self.counters.draft_lengths.keys() - self.caps.draft_length_s.keys()):
             raise ValueError(f"caps.draft_length_s should have batch bucket {missing[0]} of counters.draft_lengths")
+        if missing := sorted(self.counters.verify_budgets.keys() - self.caps.verify_budget_s.keys()):
+            raise ValueError(f"caps.verify_budget_s should have batch bucket {missing[0]} of counters.verify_budgets")
         return self
 
 

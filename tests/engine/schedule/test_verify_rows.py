@@ -15,6 +15,7 @@ from specbatch.engine.schedule import verify_rows
 from specbatch.engine.schedule.draft_length import Choice, Requests
 from specbatch.engine.schedule.step_model import StepModel
 from specbatch.engine.schedule.verify_rows import VerifyRows
+from specbatch.records.markdown import draft_length_lines
 
 
 def of_requests(count: int) -> Requests:
@@ -84,6 +85,16 @@ def test_sizes_that_have_not_run_expect_what_the_nearest_one_does() -> None:
     found.learn(Choice(3, kind=(1, 12, 1)), (), 0, 0, 0, [[0.9, 0.9, 0.9]])
     assert found.choose(100, lambda: of_requests(100)).budget < 2
     assert found.choose(2, lambda: of_requests(2)).budget == 4
+
+
+def test_report_lists_chosen_budgets_by_batch() -> None:
+    runs = [{"verify_budgets": {"128": {"2": 97, "2.5": 3}, "8": {"4": 15}, "1": {"4": 1}}}, {}]
+    runs.append({"verify_budgets": {"128": {"2": 100}}})
+    times = {"128": {"2": 0.01162, "2.5": 0.01396}, "8": {"4": 0.0055}}
+    assert draft_length_lines(runs, {"verify_budget_s": times}) == [
+        "batch 8: rows verified per request 4 in 100% of 15 steps (ms at start with 4: 5.50)",
+        "batch 128: rows verified per request 2 in 98%, 2.5 in 2% of 200 steps (ms at start with 2: 11.62, 2.5: 13.96)",
+    ]
 
 
 def test_before_the_first_result_large_batches_verify_little() -> None:
