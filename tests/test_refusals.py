@@ -100,7 +100,6 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (spec("dspark", draft_tokens=4), "verify_budget", [5.5], "up to 5"),
     (spec("ngram"), "verify_budget", ["2", math.nan, math.inf, True], "use a number above 1"),
     (spec("ngram"), "verify_budget", ["all"], "use a number above 1, or auto"),
-    (spec("eagle3", draft_tokens="auto"), "verify_budget", ["auto"], "use a number, or leave the budget out"),
     (spec("eagle", draft_steps=2, draft_topk=2), "verify_budget", ["auto"], "use draft_topk=1"),
     (spec("mtp", simulate_accept_length=2.0), "verify_budget", ["auto"], "does not depend on confidence"),
     (Speculation, "verify_budget", [2.0], "algorithm 'none' drafts nothing"),

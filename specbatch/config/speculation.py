@@ -222,8 +222,11 @@ class Speculation:
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """How many tokens an iteration may draft, rising; a single number unless that is chosen as it runs."""
-        return auto_draft_lengths(self.num_drafts) if self.is_auto else (self.num_drafts,)
+        """How many tokens an iteration may draft, rising; a single number unless that is chosen as it runs. Where the
+        budget is chosen, too, either none or all."""
+        if self.is_auto:
+            return (0, self.num_drafts) if self.budgets else auto_draft_lengths(self.num_drafts)
+        return (self.num_drafts,)
 
     @property
     def budgets(self) -> tuple[float, ...]:
@@ -333,8 +336,8 @@ class Speculation:
         most = self.num_drafts + 1
         if self.algorithm == NO_SPECULATION:
             works = "algorithm 'none' drafts nothing; leave it out"
-        elif self.is_auto:
-            works = "draft_tokens='auto' chooses one length for all requests; use a number, or leave the budget out"
+        elif self.is_auto and budget != AUTO:
+            works = "draft_tokens='auto' chooses one length for all requests; use a number, or 'auto' for both"
         elif self.drafts_trees:
             works = "the drafts of a tree are verified together; use draft_topk=1, or leave the budget out"
         elif self.verification != "token":

@@ -43,7 +43,7 @@ class Counters:
     draft_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     draft_lengths_by_context: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
-    # With verify_budget="auto", iterations by batch bucket and rows per request.
+    # With verify_budget="auto", iterations by batch bucket and rows per request; 1 where nothing is drafted.
     verify_budgets: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def add_pass(self, seconds: float, gap: float | None) -> None:

@@ -275,7 +275,11 @@ class WholeGraphs:
         self._buckets = batch_buckets(most)
         # Those of each bucket that are recorded before work begins.
         self._forms: dict[int, list[Form]] = {
-            bucket: [Form(length, None, budget) for length in draft_lengths for budget in budgets or (None,)]
+            bucket: [
+                Form(length, None, budget)
+                for length in draft_lengths
+                for budget in (budgets if length and budgets else (None,))
+            ]
             for bucket in self._buckets
         }
         for bucket, forms in self._forms.items():

@@ -448,6 +448,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "model-block": {**_MODEL, "draft_tokens": 3, "verification": "block"},
     "model-budget": {**_MODEL, "draft_tokens": 4, "verify_budget": 2.5},
     "model-budget-auto": {**_MODEL, "draft_tokens": 4, "verify_budget": "auto"},
+    "model-auto-budget-auto": {**_MODEL, "draft_tokens": "auto", "draft_steps": 3, "verify_budget": "auto"},
     "model-recurrent": {"algorithm": "standalone", "draft": "recurrent-drafts", "draft_tokens": 3},
     "model-auto": {**_MODEL, "draft_tokens": "auto", "draft_steps": 3},
     "model-other": {"algorithm": "standalone", "draft": "other-drafts", "draft_tokens": 3},  # another vocabulary
@@ -461,6 +462,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "eagle3-corpus-budget": {
         "algorithm": "eagle3", "draft": "dummy", "corpus": "run", "corpus_min": 1, "verify_budget": 2,
     },
+    "eagle3-budget-auto": {"algorithm": "eagle3", "draft": "dummy", "draft_tokens": "auto", "verify_budget": "auto"},
     "eagle3-corpus": {"algorithm": "eagle3", "draft": "dummy", "corpus": "run", "corpus_min": 1},
     "peagle": {"algorithm": "peagle", "draft": "dummy", "draft_tokens": 3},
     "peagle-auto": {"algorithm": "peagle", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 4},

@@ -113,14 +113,16 @@ class BudgetedStep(DecodeStep):
         return self.budget.begin(step)
 
     def propose(self, step: StepInput) -> Proposal:
-        return self.budget.spend(step, super().propose(step))
+        proposal = super().propose(step)
+        return self.budget.spend(step, proposal) if step.num_drafts else proposal
 
     def end(self, step: StepInput, proposal: Proposal, verified: Verified) -> Result:
         return super().end(step, proposal, verified)._replace(values=proposal.values)
 
     def commit(self, step: StepInput, proposal: Proposal, verified: Verified, accepted: Accepted) -> None:
         super().commit(step, proposal, verified, accepted)
-        self.budget.learn(step, proposal, accepted.accepted)
+        if step.num_drafts:
+            self.budget.learn(step, proposal, accepted.accepted)
 
     def admit(self, slots: list[int]) -> None:
         self.budget.admit(slots)

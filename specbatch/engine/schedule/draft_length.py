@@ -117,7 +117,10 @@ class DraftLength:
     prompt_s      seconds that the drafter takes for each token of a prompt
     idle_tokens   tokens that a request misses after a single step without drafts
     can_split     whether some requests of a step may draft while others do not
+    chooses_rows  whether it chooses verify budgets
     """
+
+    chooses_rows = False
 
     def __init__(self, draft_lengths: tuple[int, ...], buckets: list[int]) -> None:
         """draft_lengths: ascending; buckets: batch sizes, ascending, the last of which holds every batch."""
@@ -187,7 +190,7 @@ class DraftLength:
         contexts and expected tokens are given, might draft in a batch of so many, and as long as acceptance is not
         known."""
         self._prompt_tokens += tokens if self._has_ended else 0  # later prompts come as answers end
-        if not self.is_auto or not self.catch_up_s or not self.acceptance.is_known:
+        if not self.is_auto or not self.catch_up_s or not self._is_known:
             return True
         return self._may_draft(rows, contexts, left)
 
@@ -212,10 +215,14 @@ class DraftLength:
             for place, missing, left in zip(places, requests.missing, requests.left, strict=True):
                 lags[place] += missing / left
         prompts = self.prompt_s * self._prompt_tokens / max(self._new_tokens, 1.0)  # seconds per new token
-        found = [Option(rows * self._kept[False] / self.model.seconds(self._kind(rows, 0), cached), 0)]
-        for drafts in self.draft_lengths[1:]:
-            tokens = sum(count * self.acceptance.emitted(place)[drafts] for place, count in counts.items())
-            late = self.catch_up_s * sum(lag * self.acceptance.emitted(place)[drafts] for place, lag in lags.items())
+        found = []
+        for drafts in self.draft_lengths:
+            if not drafts:
+                found.append(Option(rows * self._kept[False] / self.model.seconds(self._kind(rows, 0), cached), 0))
+                continue
+            emitted = {place: self._emitted(rows, place, drafts) for place in counts}
+            tokens = sum(count * emitted[place] for place, count in counts.items())
+            late = self.catch_up_s * sum(lag * emitted[place] for place, lag in lags.items())
             seconds = self.model.seconds(self._kind(rows, drafts), cached) * APART + late + tokens * prompts
             found.append(Option(tokens * self._kept[True] / seconds, drafts))
         is_split = self._current.get(self.bucket(rows), NONE)[1] is not None
@@ -224,6 +231,15 @@ class DraftLength:
             self._until_split = EVERY
             found += self._split_options(requests, places, cached, max(found, key=lambda option: option.speed).speed)
         return {option.form: option for option in found}
+
+    def _emitted(self, rows: int, place: int, drafts: int) -> float:
+        """Tokens that a request of that range of contexts is expected to emit in a step of so many requests."""
+        return self.acceptance.emitted(place)[drafts]
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether acceptance is no longer a guess."""
+        return self.acceptance.is_known
 
     def _split_options(self, requests: Requests, places: Sequence[int], cached: int, best: float) -> Iterable[Option]:
         """For each length the best option in which some requests draft, at least as many as in a probe; that in use,
@@ -268,7 +284,8 @@ class DraftLength:
     ) -> _Probe | None:
         """What a step drafts that probes; None where it is not time for one."""
         if not current.num_drafts:
-            if self.catch_up_s and self._times_next and not self._probe_left and rows > PROBED:
+            may_time = self.catch_up_s and not self.chooses_rows  # what was accepted counts, whatever was missing
+            if may_time and self._times_next and not self._probe_left and rows > PROBED:
                 return self._probe_time(requests, rows, cached)
             if self.can_split or (self.catch_up_s and rows <= PROBED):
                 return self._probe_few(requests, rows, cached)
@@ -344,15 +361,19 @@ class DraftLength:
         """Observe a step: of each request that drafted its context and how many drafts it accepted; of all requests
         the emitted tokens, those of them that were kept, and how many of the requests ended. values: for
         `VerifyRows`."""
-        self.acceptance.learn(
-            0 if choice.timing else choice.num_drafts, ((range_of(context), count) for context, count in accepted)
-        )
+        self._learn_accepted(choice, accepted, values)
         self._has_ended |= ended > 0
         self._prompt_tokens *= 1 - RATE
         self._new_tokens += kept - RATE * self._new_tokens
         if emitted and not choice.probing:
             drafted = choice.num_drafts > 0
             self._kept[drafted] += KEPT * (kept / emitted - self._kept[drafted])
+
+    def _learn_accepted(
+        self, choice: Choice, accepted: Iterable[tuple[int, int]], values: Sequence[Sequence[float]]
+    ) -> None:
+        drafts = 0 if choice.timing else choice.num_drafts
+        self.acceptance.learn(drafts, ((range_of(context), count) for context, count in accepted))
 
     def took(self, choice: Choice, seconds: float) -> None:
         """Observe the time of a step."""

@@ -319,8 +319,8 @@ class Runner:
     def _count_choice(self, requests: Sequence[ScheduledRequest], choice: Choice, drafting: int | None) -> None:
         """Count what a step drafts or verifies. drafting: see `Counters.add_draft_length`."""
         bucket = self._draft_length.bucket(len(requests))
-        if choice.budget is not None:
-            self.counters.add_verify_budget(bucket, choice.budget)
+        if self._draft_length.chooses_rows:
+            self.counters.add_verify_budget(bucket, choice.budget or 1.0)
             return
         cached = sum(item.request.committed for item in requests) // len(requests)
         self.counters.add_draft_length(bucket, cached, choice.num_drafts, drafting)

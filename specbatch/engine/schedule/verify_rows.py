@@ -1,11 +1,11 @@
 """Chooses how many rows a verify has, for `verify_budget="auto"`. Host code only: no device, no clock.
 
-All requests draft all of their tokens. With a budget b, a verify of B requests has B b rows, and the drafts with the
-largest values are verified (`engine.device.verify_budget`). The value of a draft is the probability that it is reached
-and accepted, by what the run has shown for its confidence and place. The sum of the values of what is verified is
-therefore the number of drafts that are expected to be accepted. A step returns the values of all its drafts, verified
-or not, so that each step shows what every budget would have gained. The budget is chosen that has the most expected
-tokens per second:
+All requests draft all of their tokens, or with `draft_tokens="auto"`, too, all or none in a step. With a budget b, a
+verify of B requests has B b rows, and the drafts with the largest values are verified (`engine.device.verify_budget`).
+The value of a draft is the probability that it is reached and accepted, by what the run has shown for its confidence
+and place. The sum of the values of what is verified is therefore the number of drafts that are expected to be accepted.
+A step returns the values of all its drafts, verified or not, so that each step shows what every budget would have
+gained. The budget is chosen that has the most expected tokens per second:
 
     (B + sum of the ceil(B b) - B largest values) / t(B, b)
 
@@ -25,52 +25,53 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from specbatch.config.draft_shape import AUTO, QUARTERS
-from specbatch.engine.schedule.acceptance_by_context import GUESS
-from specbatch.engine.schedule.draft_length import Choice, DraftLength, Option, Requests
+from specbatch.engine.schedule.acceptance_by_context import GUESS, KNOWN
+from specbatch.engine.schedule.draft_length import Choice, DraftLength
 
 NEWEST = 1 / 8  # weight of a step in the expected drafts
 
 
 class VerifyRows(DraftLength):
-    """Chooses one of `budgets` for each decode step. What `DraftLength` calls a number of drafts is that of verified
-    drafts per request, in quarters."""
+    """Chooses one of `budgets` for each decode step, or no drafts. What `DraftLength` calls a number of drafts is that
+    of verified drafts per request, in quarters."""
 
-    def __init__(self, num_drafts: int, budgets: Sequence[float], buckets: list[int], *, pads: bool) -> None:
+    chooses_rows = True
+
+    def __init__(
+        self, num_drafts: int, budgets: Sequence[float], buckets: list[int], *, pads: bool, may_idle: bool = False
+    ) -> None:
         """num_drafts: of each request; budgets: rows per request, ascending, whole quarters; buckets: see
-        `DraftLength`; pads: whether steps have as many requests as their bucket, some of them padding."""
-        super().__init__(tuple(round((budget - 1) * QUARTERS) for budget in budgets), buckets)
+        `DraftLength`; pads: whether steps have as many requests as their bucket, some of them padding; may_idle:
+        whether a step may draft nothing, with `draft_tokens="auto"`."""
+        lengths = [round((budget - 1) * QUARTERS) for budget in budgets]
+        super().__init__((*([0] * may_idle), *lengths), buckets)
         self._num_drafts = num_drafts
         self._pads = pads
+        self._seen = 0  # verifies
         # By bucket: drafts of a request that are expected to be accepted with each budget.
         self._expected: dict[int, list[float]] = {}
         # Before the first result: as if each draft were accepted with this probability, given those before it.
         self._guessed = [GUESS / (1 - GUESS) * (1 - GUESS ** (length / QUARTERS)) for length in self.draft_lengths]
 
     def form(self, length: int) -> tuple[int, float | None]:
+        if not length and self.draft_lengths[0] == 0:
+            return 0, None
         return self._num_drafts, 1 + length / QUARTERS
 
-    def _options(
-        self, requests: Requests, rows: int, cached: int, *, splits: bool = True
-    ) -> dict[tuple[int, int | None], Option]:
+    def _emitted(self, rows: int, place: int, drafts: int) -> float:
         bucket = self.bucket(rows)
-        nearest = min(self._expected, key=lambda other: abs(other - bucket), default=0)
-        expected = self._expected.get(nearest, self._guessed)
-        found = {}
-        for length, drafts in zip(self.draft_lengths, expected, strict=True):
-            option = Option(rows * (1 + drafts) / self.model.seconds(self.model.kind(rows, length), cached), length)
-            found[option.form] = option
-        return found
+        nearest = min(self._expected, key=lambda other: abs(other - bucket), default=None)
+        expected = self._guessed if nearest is None else self._expected[nearest]
+        return 1 + expected[self.draft_lengths.index(drafts)]
 
-    def learn(
-        self,
-        choice: Choice,
-        accepted: Iterable[tuple[int, int]],
-        emitted: int,
-        kept: int,
-        ended: int,
-        values: Sequence[Sequence[float]] = (),
+    @property
+    def _is_known(self) -> bool:
+        return self._seen >= KNOWN
+
+    def _learn_accepted(
+        self, choice: Choice, accepted: Iterable[tuple[int, int]], values: Sequence[Sequence[float]]
     ) -> None:
-        """Observe a step with the values of the drafts of its requests; see `Proposal.values`."""
+        """values: of the drafts of each request, see `Proposal`."""
         if not values:
             return
         bucket, count = choice.kind[0], len(values)
@@ -82,6 +83,7 @@ class VerifyRows(DraftLength):
         new = [float(sums[place]) / count for place in places]
         known = self._expected.get(bucket, new)
         self._expected[bucket] = [old + NEWEST * (one - old) for old, one in zip(known, new, strict=True)]
+        self._seen += count
 
 
 def announced(budgets: tuple[float, ...]) -> str:

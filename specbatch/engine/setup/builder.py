@@ -234,7 +234,8 @@ def _load(
     simulated = config.speculation.simulated
     simulate = None if simulated is None else _thresholds(simulated, device)
     idles = draft.catch_up != "none" and corpus is None
-    can_split = config.speculation.is_auto and ranks is None and corpus is None and (idles or not draft.layers)
+    one_for_all = ranks is not None or corpus is not None or bool(config.speculation.budgets)
+    can_split = config.speculation.is_auto and not one_for_all and (idles or not draft.layers)
     step = DecodeStep(model, cache, drafter, simulate, config.speculation.verification, idles)
     token_check = None if ranks is None else TokenCheck(device)
     if token_check is not None:
@@ -271,7 +272,9 @@ def _load(
     chooser = DraftLength(config.speculation.draft_lengths, batch_buckets(plan.max_running))
     if config.speculation.budgets:
         pads = config.graphs.decode == "whole"
-        chooser = VerifyRows(num_drafts, config.speculation.budgets, chooser.buckets, pads=pads)
+        chooser = VerifyRows(
+            num_drafts, config.speculation.budgets, chooser.buckets, pads=pads, may_idle=config.speculation.is_auto
+        )
     chooser.can_split = can_split
     return EngineParts(
         config=config,
@@ -349,8 +352,7 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
     chooser.model = model = measure_step_times(
         parts.worker, chooser.buckets, chooser.draft_lengths, slots_per_step=slots, pages=pages, form=chooser.form
     )
-    budgets = {n: budget for n in chooser.draft_lengths if (budget := chooser.form(n)[1]) is not None}
-    if parts.draft.catch_up != "none" and not budgets:
+    if parts.draft.catch_up != "none" and chooser.draft_lengths[0] == 0:
         chunk, by_target = parts.plan.prefill_chunk, parts.draft.catch_up == "target"
         chooser.catch_up_s, chooser.prompt_s = measure_catch_up(parts.worker, chunk, pages, by_target=by_target)
         chooser.idle_tokens = parts.draft.uncached_tail + 1
@@ -358,7 +360,10 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
     def seconds(cached: int) -> dict[str, dict[str, float]]:
         return {
             str(rows): {
-                f"{budgets.get(n, n):g}": model.expected(model.kind(rows, n), cached) for n in chooser.draft_lengths
+                f"{chooser.form(n)[1] or 1:g}" if chooser.chooses_rows else str(n): model.expected(
+                    model.kind(rows, n), cached
+                )
+                for n in chooser.draft_lengths
             }
             for rows in chooser.buckets
         }
@@ -366,7 +371,7 @@ def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
     base, more = seconds(0), seconds(1)
     per_token = {rows: {n: more[rows][n] - base[rows][n] for n in row} for rows, row in base.items()}
     return {
-        "verify_budget_s" if budgets else "draft_length_s": base,
+        "verify_budget_s" if chooser.chooses_rows else "draft_length_s": base,
         "cached_token_s": per_token,
         "catch_up_token_s": chooser.catch_up_s,
         "draft_prompt_token_s": chooser.prompt_s,
