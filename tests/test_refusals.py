@@ -104,7 +104,7 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (spec("mtp", simulate_accept_length=2.0), "verify_budget", ["auto"], "does not depend on confidence"),
     (Speculation, "verify_budget", [2.0], "algorithm 'none' drafts nothing"),
     (spec("eagle", draft_steps=2, draft_topk=2), "verify_budget", [2], "use draft_topk=1"),
-    (spec("eagle3", draft_tokens="auto"), "verify_budget", [2], "one length for all requests"),
+    (spec("eagle3", draft_tokens="auto"), "verify_budget", [2], "use a number, or 'auto' for both"),
     (spec("mtp", verification="block"), "verify_budget", [2], "use 'token'"),
     (spec("mtp", simulate_accept_length=2.0), "verify_budget", [2], "leave the simulation or the budget out"),
     (

@@ -131,3 +131,21 @@ def test_no_budget_depends_on_drafts_of_its_step(
     known = changed + (1 if schedule == "v1" else 2)
     assert len({tuple(run[:known]) for run in runs}) == 1
     assert len({tuple(run[known:]) for run in runs}) > 1
+
+
+def test_with_drafts_of_auto_length_a_step_may_draft_nothing(
+    toy: Any, toy_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted as one row per request, and timed with the budgets."""
+    steep_step_times(monkeypatch, row_s=5.0)
+    speculation = replace(AUTO, draft_tokens="auto", draft_steps=3, schedule="v1")
+    engine = toy_engine(speculation=speculation, max_running=4)
+    assert engine.parts.draft_length.draft_lengths == (0, 1, 2, 3, 4, 6, 8, 12)
+    prompts, params = [list(prompt) for prompt in toy.prompts()[:4]], SamplingParams(max_new_tokens=40, ignore_eos=True)
+    done = engine.generate(prompts, params)
+    assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:40] for prompt in prompts]
+    record = engine.record()
+    steps = record.counters["verify_budgets"]["4"]
+    assert steps["1"] > 10
+    assert sum(count for name, count in steps.items() if name != "1") >= verify_rows.GUESSES
+    assert {*engine.caps["verify_budget_s"]["4"]} == {"1", "1.25", "1.5", "1.75", "2", "2.5", "3", "4"}

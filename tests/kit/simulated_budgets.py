@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from exact_acceptance import sampling_of
-from simulated_device import MODEL, STEPS
+from simulated_device import MODEL, PROMPT_S, STEPS
 
 from specbatch.config.draft_shape import auto_budgets
 from specbatch.core.step_input import Proposal, StepInput
@@ -29,20 +30,18 @@ def step_s(rows: int, drafts: int, budget: float) -> float:
     return 1e-3 * (plain + head * drafts / 3 + of_rows * (budget - 1) / 3)
 
 
-def chooser(rows: int, drafts: int, clock: float = 0.95) -> VerifyRows:
+def chooser(rows: int, drafts: int, clock: float = 0.95, *, may_idle: bool = False) -> VerifyRows:
     """As at start: times at a faster clock than later."""
     buckets, budgets = batch_buckets(rows), auto_budgets(drafts)
-    found = VerifyRows(drafts, budgets, buckets, pads=True)
-    found.model = StepModel(
-        buckets,
-        {
-            size: {
-                length: clock * step_s(size, drafts, budget)
-                for length, budget in zip(found.draft_lengths, budgets, strict=True)
-            }
-            for size in buckets
-        },
-    )
+    found = VerifyRows(drafts, budgets, buckets, pads=True, may_idle=may_idle)
+
+    def seconds(size: int, length: int) -> float:
+        num_drafts, budget = found.form(length)
+        return clock * step_s(size, num_drafts, budget or 1.0)
+
+    found.model = StepModel(buckets, {size: {n: seconds(size, n) for n in found.draft_lengths} for size in buckets})
+    if may_idle:
+        found.catch_up_s, found.idle_tokens = PROMPT_S, 5
     return found
 
 
@@ -56,7 +55,8 @@ class Loop:
     drafts: int
     sure: float
     right: tuple[float, float]
-    budget: float | None = None  # None: chosen
+    budget: float | None = None  # None: chosen; 1: nothing is drafted
+    may_idle: bool = False
     late: int = 1  # steps whose results are not known at a choice
     seed: int = 0
     used: Counter[float] = field(default_factory=Counter)
@@ -65,8 +65,8 @@ class Loop:
         """Tokens per second."""
         generator = torch.Generator().manual_seed(self.seed)
         mine = VerifyBudget.of(self.budget, self.rows, torch.device("cpu"), mixes_seeds=False)
-        chooses = None if self.budget is not None else chooser(self.rows, self.drafts)
-        requests = Requests([CONTEXT] * self.rows, [0] * self.rows, [512] * self.rows)
+        chooses = None if self.budget is not None else chooser(self.rows, self.drafts, may_idle=self.may_idle)
+        lacking = 0
         slots, width = torch.arange(1, self.rows + 1), self.drafts
         drafted, tokens = torch.full((self.rows,), width), torch.zeros(self.rows, width, dtype=torch.int64)
         sampling = sampling_of(self.rows, temperature=0.0)
@@ -74,9 +74,21 @@ class Loop:
         seconds, emitted = 0.0, 0
         waiting: list[tuple[Choice, float, list[list[float]]]] = []
         for _ in range(steps):
-            choice = (
-                Choice(width, budget=self.budget) if chooses is None else chooses.choose(self.rows, lambda: requests)
-            )
+            choice = Choice(width, budget=self.budget)
+            if chooses is not None:
+                choice = chooses.choose(
+                    self.rows, partial(Requests, [CONTEXT] * self.rows, [lacking] * self.rows, [512] * self.rows)
+                )
+            self.used[choice.budget or 1.0] += 1
+            if choice.budget in (None, 1):
+                seconds += step_s(self.rows, 0, 1)
+                emitted += self.rows
+                lacking += 1 if lacking else 6
+                if chooses is not None:
+                    chooses.took(choice, step_s(self.rows, 0, 1))
+                continue
+            seconds += PROMPT_S * lacking * self.rows
+            lacking = 0
             changed = torch.rand(self.rows, generator=generator) < 0.1
             text = torch.where(changed, torch.rand(self.rows, generator=generator), text)
             noise = torch.rand(self.rows, width, generator=generator)
@@ -92,7 +104,6 @@ class Loop:
             took = step_s(self.rows, width, choice.budget)
             seconds += took
             emitted += self.rows + int(accepted.sum())
-            self.used[choice.budget] += 1
             if chooses is not None:
                 assert proposal.values is not None
                 waiting.append((choice, took, proposal.values.tolist()))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from specbatch.config.draft_shape import QUARTERS
 from specbatch.core.async_copy import AsyncCopy, StepTimer
 from specbatch.engine.schedule.draft_length import Choice, DraftLength
 from specbatch.engine.schedule.step_model import StepModel
@@ -68,12 +69,14 @@ def no_step_times(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("specbatch.engine.setup.builder.measure_step_times", constant)
 
 
-def steep_step_times(patch: pytest.MonkeyPatch) -> None:
-    """Engines with `verify_budget="auto"` take a step for a second, and a fifth for each draft of a request."""
+def steep_step_times(patch: pytest.MonkeyPatch, row_s: float = 0.2) -> None:
+    """Engines with `verify_budget="auto"` take a step for a second, and `row_s` for each draft of a request."""
     no_step_times(patch)
 
     def steep(worker: object, buckets: list[int], lengths: Sequence[int], **_: object) -> StepModel:
-        return StepModel(buckets, {size: {length: 1 + length / 20 for length in lengths} for size in buckets})
+        return StepModel(
+            buckets, {size: {length: 1 + row_s * length / QUARTERS for length in lengths} for size in buckets}
+        )
 
     patch.setattr("specbatch.engine.setup.builder.measure_step_times", steep)
 

@@ -20,15 +20,17 @@ verification lossy.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from specbatch.config.draft_shape import AUTO, QUARTERS
-from specbatch.engine.schedule.acceptance_by_context import GUESS, KNOWN
-from specbatch.engine.schedule.draft_length import Choice, DraftLength
+from specbatch.engine.schedule.acceptance_by_context import GUESS
+from specbatch.engine.schedule.draft_length import NONE, Choice, DraftLength, Option, Requests
 
-NEWEST = 1 / 8  # weight of a step in the expected drafts
+NEWEST = 1 / 64  # least weight of a step in the drafts that are expected for its batch size
+GUESSES = 8  # first steps, whose confidence is not yet known to be right or wrong
 
 
 class VerifyRows(DraftLength):
@@ -47,7 +49,7 @@ class VerifyRows(DraftLength):
         super().__init__((*([0] * may_idle), *lengths), buckets)
         self._num_drafts = num_drafts
         self._pads = pads
-        self._seen = 0  # verifies
+        self._steps = Counter[int]()  # whose values are known, by bucket
         # By bucket: drafts of a request that are expected to be accepted with each budget.
         self._expected: dict[int, list[float]] = {}
         # Before the first result: as if each draft were accepted with this probability, given those before it.
@@ -66,7 +68,18 @@ class VerifyRows(DraftLength):
 
     @property
     def _is_known(self) -> bool:
-        return self._seen >= KNOWN
+        return self._steps.total() >= GUESSES
+
+    def _may_draft(self, rows: int, contexts: Sequence[int], left: Sequence[int]) -> bool:
+        return not self._is_known or super()._may_draft(rows, contexts, left)
+
+    def _options(
+        self, requests: Requests, rows: int, cached: int, *, splits: bool = True
+    ) -> dict[tuple[int, int | None], Option]:
+        found = super()._options(requests, rows, cached, splits=splits)
+        if not self._is_known:
+            found.pop(NONE, None)  # steps without drafts would show nothing of acceptance
+        return found
 
     def _learn_accepted(
         self, choice: Choice, accepted: Iterable[tuple[int, int]], values: Sequence[Sequence[float]]
@@ -81,9 +94,9 @@ class VerifyRows(DraftLength):
         size = bucket if self._pads else count
         places = [min(math.ceil(size * length / QUARTERS), len(found)) for length in self.draft_lengths]
         new = [float(sums[place]) / count for place in places]
-        known = self._expected.get(bucket, new)
-        self._expected[bucket] = [old + NEWEST * (one - old) for old, one in zip(known, new, strict=True)]
-        self._seen += count
+        known, weight = self._expected.get(bucket, new), max(NEWEST, 2 / (self._steps[bucket] + 2))
+        self._expected[bucket] = [old + weight * (one - old) for old, one in zip(known, new, strict=True)]
+        self._steps[bucket] += 1
 
 
 def announced(budgets: tuple[float, ...]) -> str:
