@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from specbatch.core.async_copy import seconds_of
@@ -23,9 +24,10 @@ CATCH_UP = {"cuda": 2048, "cpu": 128}  # tokens of a pass in which catching up i
 LONG = {"cuda": 1 << 17, "cpu": 1 << 12}  # cached tokens of a step with long contexts, at most
 
 
-def measured_batches(buckets: Sequence[int]) -> list[int]:
-    """The batch sizes that are timed: powers of two and the largest. Times between them are linear enough."""
-    return [size for size in buckets if size & (size - 1) == 0 or size == buckets[-1]]
+def timed(sizes: Sequence[int]) -> list[int]:
+    """The batch sizes or lengths that are timed: powers of two and the largest. Times between them are linear
+    enough."""
+    return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
 
 
 @torch.inference_mode()
@@ -44,7 +46,7 @@ def measure_step_times(
     request uses yet. Requests with pages of their own are timed, because steps over the same page would find it in the
     device's cache."""
     device, page_size = worker.batch.device, worker.decode_step.cache.page_size
-    sizes, most = measured_batches(buckets), worker.batch.width - slots_per_step - 2
+    sizes, most = timed(buckets), worker.batch.width - slots_per_step - 2
 
     def time_of(size: int, length: int, drafts: int) -> float:
         """Seconds with contexts of so many tokens, the shortest of some steps."""
@@ -68,7 +70,9 @@ def measure_step_times(
     # From few to many rows: at its power limit a GPU is slower for a while, also with what takes less power. A time of
     # many rows may then be too short, which steps of a run correct as soon as they rely on it.
     for size in sizes:
-        measured[size] = {drafts: time_of(size, short, drafts) for drafts in draft_lengths}
+        times = {drafts: time_of(size, short, drafts) for drafts in timed(draft_lengths)}
+        between = np.interp(draft_lengths, list(times), list(times.values())).tolist()
+        measured[size] = dict(zip(draft_lengths, between, strict=True))
         long = min(most, pages // size * page_size - slots_per_step - 1, limit // size)
         per_token[size] = dict.fromkeys(draft_lengths, 0.0)
         if long > 4 * short:
