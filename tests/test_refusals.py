@@ -99,9 +99,12 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (spec("dspark", draft_tokens=4), "verify_budget", [0.5, 1, -3], "use more than 1 and up to 5 (draft_tokens + 1)"),
     (spec("dspark", draft_tokens=4), "verify_budget", [5.5], "up to 5"),
     (spec("ngram"), "verify_budget", ["2", math.nan, math.inf, True], "use a number above 1"),
+    (spec("ngram"), "verify_budget", ["all"], "use a number above 1, or auto"),
+    (spec("eagle", draft_steps=2, draft_topk=2), "verify_budget", ["auto"], "use draft_topk=1"),
+    (spec("mtp", simulate_accept_length=2.0), "verify_budget", ["auto"], "does not depend on confidence"),
     (Speculation, "verify_budget", [2.0], "algorithm 'none' drafts nothing"),
     (spec("eagle", draft_steps=2, draft_topk=2), "verify_budget", [2], "use draft_topk=1"),
-    (spec("eagle3", draft_tokens="auto"), "verify_budget", [2], "one length for all requests"),
+    (spec("eagle3", draft_tokens="auto"), "verify_budget", [2], "use a number, or 'auto' for both"),
     (spec("mtp", verification="block"), "verify_budget", [2], "use 'token'"),
     (spec("mtp", simulate_accept_length=2.0), "verify_budget", [2], "leave the simulation or the budget out"),
     (
