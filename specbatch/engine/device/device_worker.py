@@ -423,4 +423,4 @@ class DeviceWorker:
 
     def close(self) -> None:
         """Drop the graphs, which refer to this worker, so that its memory is freed at once."""
-        self.graphs = None
+        self.graphs = self._parts.graphs = None
