@@ -16,7 +16,7 @@ from specbatch.evals.several import SeveralReports
 from specbatch.files.atomic_file import write_atomic
 from specbatch.records.markdown import markdown_table
 from specbatch.records.reasoning import parts_of, parts_table
-from specbatch.sweeps.report.thinking import MODES, THINKING, folders_of
+from specbatch.sweeps.report.parts import MODES, THINKING, folders_of
 
 __all__ = ["ThinkingGrids", "ThinkingReports", "folders_of", "in_modes"]
 

@@ -141,13 +141,13 @@ def sweep(
     """
     from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
-    from specbatch.sweeps.report.thinking import folders_of
+    from specbatch.sweeps.report.parts import MODES, THINKING, folders_of, write_parts
     from specbatch.sweeps.run.benchmark import SweepOptions
     from specbatch.sweeps.run.configurations import by_model
     from specbatch.sweeps.run.engine_groups import engines_of
     from specbatch.sweeps.run.loading import check, one_group, refuse_servers
     from specbatch.sweeps.run.process import run_in_process
-    from specbatch.sweeps.run.sweep import run_server, run_sweep, run_thinking
+    from specbatch.sweeps.run.sweep import parts_of, run_parts, run_server, run_sweep
 
     engine, workers = clustered(engine, cluster, replicas=False)
     if workers is not None and engine_kind != "specbatch":
@@ -159,10 +159,14 @@ def sweep(
     )  # fmt: skip
     steps = rounds["concurrency"] or whole_numbers("concurrency", lengths.concurrency)
     repeats = REPEATS if rounds["repeats"] is None else rounds["repeats"]
-    mode = {"thinking": True} if compare_thinking else {}
+    axis = workloads.axis_of(workload)
     if compare_thinking:
         word_modes(workload["thinking"])
-    asked = workloads.asked_workload(workload | mode, lengths, seed=engine.seed, **sampling)
+        if axis is not None:
+            raise refuse("compare_thinking", True, f"{axis[0]} has several values; leave one of them out")
+        axis = THINKING, list(MODES.values())
+    first = {} if axis is None else {axis[0]: axis[1][0]}
+    asked = workloads.asked_workload(workload | first, lengths, seed=engine.seed, **sampling)
     precise = rounds["until_precise"]
     if precise is None and is_given(context, "most_repeats"):
         raise refuse(
@@ -172,6 +176,7 @@ def sweep(
         where = "a server, which has no baseline" if workers is None else "the workers of a cluster"
         raise refuse("until_precise", f"{100 * precise:g}%", f"does not apply to {where}; use --repeats")
     options = SweepOptions(**rounds | {"concurrency": steps, "repeats": repeats}, workload=asked)
+    parts = {} if axis is None else parts_of(options, *axis)
     server = only_server(engine, of_server, context.params, lambda name: is_given(context, name))
     engines: dict[str, EngineConfig | Server] = {}
     if server is None:
@@ -181,6 +186,9 @@ def sweep(
     if compare_thinking:
         servers = [config for config in engines.values() if isinstance(config, Server)]
         check_compared(workload["thinking"], by_model(engines), servers if server is None else [server.server])
+    elif axis is not None and len(models := by_model(engines)) > 1:
+        works = f"takes one value with several models ({', '.join(models)}); run it for each"
+        raise refuse(axis[0], ",".join(map(str, axis[1])), works)
     has_servers = server is not None or len(engines_of(engines)) < len(engines)
     if workers is not None:
         refuse_servers(engines)
@@ -194,7 +202,10 @@ def sweep(
     if dry_run:
         from specbatch.sweeps.run.estimate import dry_run as planned
 
-        text = planned(engines, options, output)
+        each = parts or {"": options}
+        places = folders_of(output, axis[0], tuple(parts)) if output and axis else dict.fromkeys(each, output)
+        texts = {label: planned(engines, one, places[label]) for label, one in each.items()}
+        text = "\n".join(f"{axis[0]} {label}:\n\n{one}" if axis else one for label, one in texts.items())
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return
@@ -203,12 +214,13 @@ def sweep(
         options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
         models, statuses = by_model(engines), list[int]()
-        if compare_thinking:
+        if axis is not None:
             with progress("sweep", "requests") as report:
-                summary, rows = run_thinking(
-                    engines, options, folder, server=server, log=say, report=report, cluster=workers
+                summary, rows = run_parts(
+                    engines, parts, axis[0], folder, server=server, log=say, report=report, cluster=workers
                 )
-            reports = [page for path in folders_of(folder).values() for page in write_reports(path)]
+            paths = folders_of(folder, axis[0], tuple(parts)).values()
+            reports = [page for path in paths for page in write_reports(path)]
         elif server is not None:
             with progress("sweep", "requests") as report:
                 run_server(server, options, folder, log=say, report=report)
@@ -234,6 +246,8 @@ def sweep(
                     summary += f"## {name}\n\n{text}\n"
                     rows += [{"model": name, **row} for row in found]
                     reports += write_reports(folder / name)
+            if common := write_parts(folder)[0]:
+                summary += f"## all models\n\n{common}"
             if len(statuses) == len(models):
                 raise typer.Exit(2 if set(statuses) == {2} else 1)
     lines = "\n".join([results(folder, wide=wide), *(f"plots: {path}" for path in reports)])
@@ -243,8 +257,8 @@ def sweep(
         as_json=as_json,
         kept=str(folder),
     )
-    parts = folders_of(folder).values() if compare_thinking else [folder]
-    if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, parts))):
+    places = [folder] if axis is None else [*folders_of(folder, axis[0], tuple(parts)).values()]
+    if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, places))):
         raise typer.Exit(1)
 
 

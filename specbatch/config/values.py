@@ -38,6 +38,16 @@ def length(setting: str, text: str) -> int | tuple[int, int]:
     return whole_number(setting, text, "a range such as 64-256")
 
 
+def lengths(setting: str, text: str) -> int | tuple[int, int] | list[int]:
+    """As `length`, or a list of several numbers (`512,1024`)."""
+    return [*whole_numbers(setting, text)] if "," in text else length(setting, text)
+
+
+def one_or_several(setting: str, text: str) -> str | list[str]:
+    """A name, or a list of several, separated by commas."""
+    return [*names(setting, text)] if "," in text else text
+
+
 def whole_number(setting: str, text: str, other: str) -> int:
     """A whole number of at least 1; the error message names `other` as the alternative."""
     try:

@@ -22,7 +22,7 @@ from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected, with_concurrency
 from specbatch.sweeps.run.runner import Measured, save_measured
 from specbatch.sweeps.run.sanity_checks import add_digests, warnings, whole_text
-from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
+from specbatch.sweeps.workload.defaults import LONG_RUN
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.rounds import Rounds
 from specbatch.sweeps.workload.workloads import Workload, sha256_of
@@ -71,7 +71,7 @@ class SweepOptions(Rounds):
         workload = self.workload
         lengths = lines_of(workload.describe([]))["workload"]
         count = workload.prompts_per_concurrency
-        prompts = f"{counted(count, 'prompt')} per concurrent request (at least {LEAST_PROMPTS})"
+        prompts = f"{counted(count, 'prompt')} per concurrent request (at least {workload.least_prompts})"
         if workload.is_grouped:
             prompts = f"{workload.groups * workload.group_prompts} prompts"
         rate = "" if workload.request_rate == math.inf else f", {workload.request_rate:g} requests/s"
@@ -122,7 +122,8 @@ class Benchmark:
         params = workload.params(len(prompts))
         for client in clients_of(engines):
             client.know_messages(prompts, workload.messages(len(prompts)))
-        return BenchmarkPrompts(self, prompts, params, list(longest(workload, tokenizer, prompts, params)))
+        sources = [window.source for window in workload.windows(tokenizer, len(prompts))]
+        return BenchmarkPrompts(self, prompts, params, list(longest(workload, tokenizer, prompts, params)), sources)
 
     def save(self, folder: Path, plan: dict[str, Any], point: Point, measured: Measured) -> None:
         save_measured(folder, plan, point, measured)
@@ -146,12 +147,14 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class BenchmarkPrompts:
-    """The prompts of a benchmark as token ids, of which each point runs the first ones, and most tokens of each."""
+    """The prompts of a benchmark as token ids, of which each point runs the first ones, and most tokens of each.
+    sources: of long text, what is at the end of each prompt."""
 
     benchmark: Benchmark
     prompts: list[list[int]]
     params: list[SamplingParams]
     lengths: list[int]
+    sources: list[str]
 
     def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         lengths = self.lengths[: self._workload.count(concurrency)]
@@ -204,7 +207,8 @@ class BenchmarkPrompts:
 
     def describe(self, concurrency: int) -> dict[str, Any]:
         options = self.benchmark.options
-        about = {"until_precise": options.until_precise, "section": options.section or None}
+        about: dict[str, Any] = {"until_precise": options.until_precise, "section": options.section or None}
+        about |= {"sources": self.sources[: options.workload.count(concurrency)] or None}
         known = {name: value for name, value in about.items() if value is not None}
         return options.workload.describe(self._of(concurrency)[0]) | known
 

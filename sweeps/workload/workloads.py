@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.settings import setting
-from specbatch.config.values import burst_of, length
+from specbatch.config.values import burst_of, length, lengths, one_or_several
 from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
 from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.jobs.long_text import LongText, Window
 from specbatch.jobs.prompt_file import location
 from specbatch.jobs.prompts import Prompt, misplaced_note, params_of
 from specbatch.records.objectives import Objectives
@@ -25,6 +26,7 @@ from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categorie
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
 from specbatch.sweeps.workload.rounds import LOAD
+from specbatch.sweeps.workload.token_ids import SCRAMBLES, draw_length, grouped_ids, random_ids, scrambled
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -44,6 +46,8 @@ class Workload:
                 "gsm8k": its test questions, which are bundled, or those of the file `data`;
                 "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
                 its own order; `data` as for `specbatch eval`;
+                "repository:FOLDER", "documents:FOLDER", "many-shot": long text, of which each prompt is the last
+                input_len tokens of `window` tokens that are its own (`specbatch.jobs.long_text`);
                 or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
                 MT-Bench and SPEED-Bench (`sweeps.run.conversations`). Rows with categories are taken in turn from
                 each, so that the prompts of every point have all of them
@@ -51,10 +55,13 @@ class Workload:
                 produce the same tokens
     category    asks only the rows of this category
     turns       asks at most this many turns of a conversation; None: all
-    input_len   tokens per random prompt; with "gsp" its own
+    input_len   tokens per prompt that is random or of long text; with "gsp" its own
+    window      of long text, at least input_len; 0: input_len. With the same window, prompts of different lengths end
+                at the same places of the text
+    scramble    "shuffled": the tokens of each prompt in random order; "random": random ids in their place
     output_len  tokens per answer; for text the most, as an end token ends it
-    prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than four; with "gsp"
-                it runs all groups
+    prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than least_prompts;
+                with "gsp" it runs all groups
     request_rate  prompts that arrive in a second, at random (a Poisson process of this seed, the first one at once);
                 inf: a closed loop, where a prompt is submitted when another one ends
     sequential  a request is submitted after the previous one has left the device, so that each runs alone
@@ -68,21 +75,27 @@ class Workload:
 
     dataset: str = setting(
         "random",
-        "gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl. Lines have "
-        "the format of generate, or the turns of MT-Bench and SPEED-Bench.",
+        "gsm8k, random, gsp (groups of random prompts with a shared prefix), lm-eval:TASK or FILE.jsonl, whose lines "
+        "have the format of generate, or the turns of MT-Bench and SPEED-Bench. Long text: repository:FOLDER, "
+        "documents:FOLDER, many-shot (GSM8K).",
     )
     data: Path | None = setting(None, "Other questions for --dataset gsm8k and lm-eval:gsm8k.")
     input_len: Length = setting(
         INPUT_LEN,
-        "Tokens per random prompt, or a range; for gsp, without the shared prefix.",
+        "Tokens per prompt of random ids or long text. Random ids also take a range; for gsp it is without the shared "
+        "prefix. sweep takes several lengths: N,N,...",
         metavar="N|N-M",
-        parse=length,
+        parse=lengths,
     )
+    window: int = 0
     output_len: Length = setting(
         128, "Output tokens per answer, or a range; for text prompts, the maximum.", metavar="N|N-M", parse=length
     )
     prompts_per_concurrency: int = setting(
-        4, "Prompts of a point, as a multiple of its concurrency, but at least 4.", panel=LOAD
+        4, "Prompts of a point, as a multiple of its concurrency.", panel=LOAD
+    )
+    least_prompts: int = setting(
+        LEAST_PROMPTS, "Least number of prompts of a point. Intervals over prompts need 10.", panel=LOAD
     )
     seed: int = 0
     groups: int = setting(32, "gsp: number of groups.")
@@ -117,6 +130,13 @@ class Workload:
         panel=TEMPLATE,
         flags=("--thinking/--no-thinking",),
     )
+    scramble: str = setting(
+        SCRAMBLES[0],
+        "The tokens of each prompt in random order (shuffled), or random ids in their place (random). sweep takes "
+        "several: none,shuffled,random.",
+        metavar="|".join(SCRAMBLES),
+        parse=one_or_several,
+    )
     category: str | None = setting(None, "FILE.jsonl: only the rows of this category. Default: all, in turn.")
     turns: int | None = setting(
         None,
@@ -137,11 +157,13 @@ class Workload:
     read_task: TaskReader | None = field(default=None, repr=False, compare=False)
     rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
     stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
+    long_text: LongText | None = field(default=None, init=False, repr=False)
+    files_sha256: str | None = field(default=None, init=False)  # of long text
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "shared_len"):
             check_length(name, getattr(self, name))
-        for name in ("prompts_per_concurrency", "groups", "group_prompts"):
+        for name in ("prompts_per_concurrency", "least_prompts", "groups", "group_prompts"):
             at_least(name, getattr(self, name), 1)
         for name in ("groups", "group_prompts", "shared_len"):
             if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
@@ -166,15 +188,25 @@ class Workload:
                 str(self.data),
                 "goes with the data sets gsm8k and lm-eval:TASK; name another file as the data set itself",
             )
+        object.__setattr__(self, "long_text", LongText.named(self.dataset))
+        if self.scramble not in SCRAMBLES:
+            raise refuse("scramble", self.scramble, f"use one of {', '.join(SCRAMBLES)}")
         if self.is_random:
-            for name in ("chat_template", "thinking", "category", "turns"):
-                if getattr(self, name) is not None:
-                    raise refuse(name, getattr(self, name), f"{self.dataset} prompts are not text; leave it out")
+            self._refuse_given("are not text")
+            if self.scramble != SCRAMBLES[0]:
+                raise refuse("scramble", self.scramble, f"{self.dataset} prompts are random already; leave it out")
             return
         if not isinstance(self.output_len, int):
             raise refuse(
                 "output_len", shown(self.output_len), "answers of text end by themselves; give one number, the maximum"
             )
+        if self.long_text is not None:
+            self._refuse_given("are continued as they are")
+            if not isinstance(self.input_len, int):
+                raise refuse("input_len", shown(self.input_len), "prompts of long text have one length; give a number")
+            object.__setattr__(self, "stop", self.long_text.stop)
+            object.__setattr__(self, "files_sha256", self.long_text.digest())
+            return
         rows, stop = read_dataset(self.dataset, self.data, self.read_task, as_messages=bool(self.chat_template))
         rows = self._of_turns(of_categories(rows, self.category))
         object.__setattr__(self, "stop", stop)
@@ -183,6 +215,13 @@ class Workload:
         if self.thinking is not None and not self.is_rendered:
             works = "no prompt is rendered by a chat template, which has that switch; add chat_template=True"
             raise refuse("thinking", self.thinking, works)
+        if self.scramble != SCRAMBLES[0] and self.most_turns > 1:
+            raise refuse("scramble", self.scramble, "later turns are rendered from text; use turns=1")
+
+    def _refuse_given(self, why: str) -> None:
+        for name in ("chat_template", "thinking", "category", "turns"):
+            if getattr(self, name) is not None:
+                raise refuse(name, getattr(self, name), f"{self.dataset} prompts {why}; leave it out")
 
     @property
     def is_random(self) -> bool:
@@ -210,7 +249,7 @@ class Workload:
     @property
     def input_range(self) -> tuple[int, int] | None:
         """Fewest and most tokens of a prompt; None where it takes the tokenizer to know."""
-        if not self.is_random:
+        if not self.is_random and self.long_text is None:
             return None
         parts = [bounds(self.input_len), *([bounds(self.shared_len)] if self.is_grouped else [])]
         return sum(least for least, _ in parts), sum(most for _, most in parts)
@@ -236,7 +275,7 @@ class Workload:
     def _params(self, index: int) -> SamplingParams:
         params = SamplingParams(
             **{name: getattr(self, name) for name in SAMPLED},
-            max_new_tokens=self._draw_length("output", index, self.output_len),
+            max_new_tokens=draw_length(self.seed, "output", index, self.output_len),
             ignore_eos=self.is_random,
             stop=self.stop,
             skip_special_tokens=self.is_random,
@@ -283,7 +322,7 @@ class Workload:
     def count(self, concurrency: int) -> int:
         if self.is_grouped:
             return self.groups * self.group_prompts
-        return max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+        return max(self.prompts_per_concurrency * concurrency, self.least_prompts)
 
     def requests(self, concurrency: int) -> int:
         """Requests of a point: a prompt has one for each of its turns."""
@@ -305,29 +344,25 @@ class Workload:
 
     def prompts(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
         """The first `count` prompts as token ids. A file with fewer rows starts over."""
-        if not self.is_random:
+        if self.is_grouped:
+            parts = self.groups, self.group_prompts, self.shared_len, self.input_len
+            return grouped_ids(tokenizer, count, *parts, self.seed)
+        if self.is_random:
+            return random_ids(tokenizer, count, self.input_len, self.seed)
+        if self.long_text is not None:
+            encoded = [window.end(tokenizer, bounds(self.input_len)[0]) for window in self.windows(tokenizer, count)]
+        else:
             template = self.chat_template is not False
             encoded = [
                 row.encode(tokenizer, chat_template=template, thinking=self.thinking) for row in self.rows[:count]
             ]
-            return [encoded[index % len(encoded)] for index in range(count)]
-        avoid = tokenizer.eos_ids | {tokenizer.bos_id}
-        usable = [token for token in range(tokenizer.vocab_size) if token not in avoid]
+        encoded = scrambled(tokenizer, encoded, self.scramble, self.seed)
+        return [encoded[index % len(encoded)] for index in range(count)]
 
-        def draw(name: str, length: int) -> list[int]:
-            return random.Random(f"{self.seed}/{name}").choices(usable, k=length)
-
-        def own(index: int) -> list[int]:
-            return draw(f"{index}", self._draw_length("input", index, self.input_len))
-
-        if not self.is_grouped:
-            return [own(index) for index in range(count)]
-        shared = [
-            draw(f"group {group}", self._draw_length("shared", group, self.shared_len)) for group in range(self.groups)
-        ]
-        order = [group for group in range(self.groups) for _ in range(self.group_prompts)]
-        random.Random(f"{self.seed}/order").shuffle(order)
-        return [shared[group] + own(index) for index, group in enumerate(order[:count])]
+    def windows(self, tokenizer: Tokenizer, count: int) -> list[Window]:
+        """The windows of long text whose ends are the first `count` prompts; none where they are not long text."""
+        size = max(self.window, bounds(self.input_len)[0])
+        return self.long_text.windows(tokenizer, size, count, self.seed) if self.long_text else []
 
     def messages(self, count: int) -> list[list[dict[str, Any]] | None]:
         """What the chat template renders as the first `count` prompts; None for those of another kind."""
@@ -359,6 +394,8 @@ class Workload:
             "prompts": len(prompts),
             "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
             "category": self.category,
+            **({"scramble": self.scramble} if self.scramble != SCRAMBLES[0] else {}),
+            **({"files_sha256": self.files_sha256, "window": self.window or self.input_len} if self.long_text else {}),
             **({"turns": self.most_turns, "requests": self._requests(len(prompts))} if self.most_turns > 1 else {}),
             "sampling": next((sampling_of(one) for one in params if one.temperature), None),
             **({"own_sampling": _described(own, len(self.rows))} if own else {}),
@@ -372,10 +409,6 @@ class Workload:
             "prompts_sha256": sha256_of(prompts),
             **({"slo": self.slo.as_dict()} if self.slo else {}),
         }
-
-    def _draw_length(self, what: str, index: int, length: Length) -> int:
-        least, most = bounds(length)
-        return least if least == most else random.Random(f"{self.seed}/{what} length {index}").randint(least, most)
 
     def _of_turns(self, rows: list[Prompt]) -> list[Prompt]:
         """The rows with as many turns as are asked."""
