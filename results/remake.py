@@ -22,7 +22,9 @@ from specbatch.evals.grid_table import SUMMARY, load_grid
 from specbatch.records.answers import is_evaluated
 from specbatch.records.archive import unpacked
 from specbatch.records.sweep_plan import PLAN, unfinished
+from specbatch.sweeps.bench.sections import KINDS, kind_of
 from specbatch.sweeps.bench.tables import write_tables
+from specbatch.sweeps.report.parts import load_parts, part_files
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.report import table_files
 
@@ -30,13 +32,17 @@ RESULTS = Path(__file__).parent
 
 
 def tables_of(archive: Path) -> dict[str, str]:
-    """All tables that the records of a sweep, a bench or an evaluation make: content by name."""
+    """All tables that the records of a sweep or of several, a bench or an evaluation make: content by name."""
     with unpacked("records", archive) as folder:
         if is_evaluated(folder):
             load_grid(folder).save(folder)
             return {name: (folder / name).read_text(encoding="utf-8") for name in SUMMARY}
         if (folder / PLAN).exists():
             return table_files(load_records(folder), unfinished(folder))
+        is_bench = all(kind_of(path.parent.name) in KINDS for path in folder.glob(f"*/{PLAN}"))
+        if not is_bench and (parts := load_parts(folder)) is not None:
+            files = part_files(parts)[0]
+            return {name: text for name, text in files.items() if not name.endswith(".svg")}
         return {"summary.md": write_tables(folder), "summary.csv": (folder / "summary.csv").read_text()}
 
 

@@ -165,7 +165,7 @@ def sweep(
         if axis is not None:
             raise refuse("compare_thinking", True, f"{axis[0]} has several values; leave one of them out")
         axis = THINKING, list(MODES.values())
-    first = {} if axis is None else {axis[0]: axis[1][0]}
+    first = {} if axis is None else {axis[0]: min(axis[1]) if axis[0] == "input_len" else axis[1][0]}
     asked = workloads.asked_workload(workload | first, lengths, seed=engine.seed, **sampling)
     precise = rounds["until_precise"]
     if precise is None and is_given(context, "most_repeats"):
@@ -257,8 +257,8 @@ def sweep(
         as_json=as_json,
         kept=str(folder),
     )
-    places = [folder] if axis is None else [*folders_of(folder, axis[0], tuple(parts)).values()]
-    if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, places))):
+    swept = [folder] if axis is None else [*folders_of(folder, axis[0], tuple(parts)).values()]
+    if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, swept))):
         raise typer.Exit(1)
 
 

@@ -19,6 +19,7 @@ DEFAULTS = {  # as --help shows them
     "repeats": f"{REPEATS}",
     "dataset": f"{default_dataset(input_len_given=False)}; with --input-len {default_dataset(input_len_given=True)}",
     "input_len": f"{INPUT_LEN}",
+    "window": "the longest --input-len",
     "output_len": f"{GPU.output_len}; {CPU.output_len} on a CPU",
     "prompts_per_concurrency": f"{GPU.prompts_per_concurrency}; {CPU.prompts_per_concurrency} on a CPU",
 }
@@ -31,7 +32,7 @@ def axis_of(options: Mapping[str, Any]) -> tuple[str, list[Any]] | None:
         each_once(name, value)
     if len(several) > 1:
         first, other = several
-        raise refuse(other, ",".join(map(str, several[other])), f"{first} has several values, too; give one of them one")
+        raise refuse(other, ",".join(map(str, several[other])), f"{first} has several, too; give one value")
     return next(iter(several.items()), None)
 
 

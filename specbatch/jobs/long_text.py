@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 REPOSITORY, DOCUMENTS, MANY_SHOT = "repository:", "documents:", "many-shot"
 SHOT_STOP = ("Question:",)  # text that ends an answer after worked examples
-_SOURCES = frozenset(
-    ".c .cc .cpp .cs .cu .cuh .go .h .hpp .java .js .jl .kt .lua .php .pl .py .pyi .pyx .rb .rs .scala .sh .sql .swift "
-    ".ts".split()
+_SOURCES = (
+    *(".c", ".cc", ".cpp", ".cs", ".cu", ".cuh", ".go", ".h", ".hpp", ".java", ".js", ".lua", ".php", ".pl", ".py"),
+    *(".pyi", ".pyx", ".rb", ".rs", ".scala", ".sh", ".sql", ".swift", ".ts"),
 )
-_PROSE = frozenset((".md", ".rst", ".txt"))
-_PROSE_NAMES = ("authors", "changelog", "changes", "contributing", "copying", "license", "licence", "metadata", "notice")
+_PROSE = (".md", ".rst", ".txt")
+_PROSE_NAMES = ("changelog", "changes", "contributing", "copying", "licence", "license", "metadata", "notice", "readme")
 _MOST_BYTES = 256 << 10  # of a file
 
 
@@ -82,10 +82,13 @@ class LongText:
         found = [f"{path} {path.stat().st_size}" for files in self._files().values() for path in files]
         return hashlib.sha256("\n".join(found).encode(errors="surrogateescape")).hexdigest()
 
-    @lru_cache(maxsize=1)  # noqa: B019: prompts of all lengths of a sweep have the same windows
     def windows(self, tokenizer: Tokenizer, size: int, count: int, seed: int) -> list[Window]:
         """`count` windows of `size` tokens each; the first ones are the same for every count. Refused: more than the
         text has."""
+        return _windows(self, tokenizer, size, count, seed)
+
+    def read(self, tokenizer: Tokenizer, size: int, count: int, seed: int) -> list[Window]:
+        """As `windows`, from the files."""
         order = random.Random(f"{seed}/long text")
         if self.folder is None:
             streams = [_with_shots(tokenizer, size, order)]
@@ -134,8 +137,13 @@ class LongText:
         if self.kind == REPOSITORY:
             usable = suffix in _SOURCES
         else:
-            usable = suffix in _PROSE or (not suffix and name.startswith((*_PROSE_NAMES, "readme")))
+            usable = suffix in _PROSE or (not suffix and name.startswith(_PROSE_NAMES))
         return usable and path.is_file() and 0 < path.stat().st_size <= _MOST_BYTES
+
+
+@lru_cache(maxsize=1)  # all lengths of a sweep are ends of the same windows
+def _windows(text: LongText, tokenizer: Tokenizer, size: int, count: int, seed: int) -> list[Window]:
+    return text.read(tokenizer, size, count, seed)
 
 
 def _below(folder: Path) -> Iterator[Path]:

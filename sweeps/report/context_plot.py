@@ -10,6 +10,7 @@ from specbatch.sweeps.report.acceptance import AcceptChange
 from specbatch.sweeps.report.plot_style import INK, Looks, legend, panels, style, svg
 from specbatch.sweeps.report.plots import looks
 from specbatch.sweeps.report.points import points_of, speedups_of
+from specbatch.sweeps.report.speedup_plot import limits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,9 +20,7 @@ _HEIGHT = 2.1  # inches of a panel
 _SPREAD = 1.03  # between the bars of two configurations at one length
 
 
-def context_plot(
-    records: dict[int, list[RunRecord]], lengths: dict[tuple[int, str], AcceptChange]
-) -> str:
+def context_plot(records: dict[int, list[RunRecord]], lengths: dict[tuple[int, str], AcceptChange]) -> str:
     """SVG with a panel for the accept length and one for the speedup at each concurrency.
 
     records  by the length of the prompts in tokens
@@ -43,6 +42,9 @@ def context_plot(
                 for (at, name), one in found.items():
                     if at == concurrency:
                         ratios[name][size] = (one.ratio, one.low, one.high, one.verdict in (PAYS, LOSES))
+            axes.set_ylim(
+                *limits([one for found in speedups.values() for (at, _), one in found.items() if at == concurrency])
+            )
             title = f"speedup at {concurrency} request{'s' if concurrency > 1 else ''}"
             _panel(axes, ratios, {name: look | {"label": None} for name, look in own.items()}, title, "times")
         for axes in every:

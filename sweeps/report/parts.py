@@ -1,7 +1,7 @@
 """One table of sweeps that differ in one thing, such as the length of the prompts; each has its points in a folder.
 
-What they differ in follows from their plans: `thinking`, `input_len`, `scramble` or the model. Acceptance is that of the
-highest concurrency, which has the most prompts, and its changes are from the first part, prompt by prompt.
+What they differ in follows from their plans: `thinking`, `input_len`, `scramble` or the model. Acceptance is that of
+the highest concurrency, which has the most prompts, and its changes are from the first part, prompt by prompt.
 """
 
 from __future__ import annotations
@@ -59,11 +59,12 @@ class Parts:
 
 
 def load_parts(folder: Path, axis: str | None = None) -> Parts | None:
-    """The sweeps in the folders below `folder`; None if there are none, or if they differ in nothing that is known. axis:
-    where one part alone has begun."""
+    """The sweeps in the folders below `folder`; None if there are none, or if they differ in nothing that is known.
+    axis: where one part alone has begun."""
     plans = {path.parent: read_json("folder", path) for path in sorted(folder.glob(f"*/{PLAN}"))}
     plans = {path: plan for path, plan in plans.items() if "workload" in plan and any(path.glob("*/c*/r*/record.json"))}
-    found = axis or next((name for name in (*_AXES, MODEL) if len({_label(plan, name) for plan in plans.values()}) > 1), None)
+    differing = (name for name in (*_AXES, MODEL) if len({_label(plan, name) for plan in plans.values()}) > 1)
+    found = axis or next(differing, None)
     if found is None or not plans:
         return None
     labels = {_label(plan, found) or path.name: path for path, plan in plans.items()}
@@ -87,9 +88,9 @@ def _place(label: str) -> tuple[Any, ...]:
 
 
 def write_parts(folder: Path, output: Path | None = None, axis: str | None = None) -> tuple[str, list[dict[str, Any]]]:
-    """Write `summary.csv`, `summary.md` and, where something was drafted, `acceptance.csv` and `plots/parts.svg` of lengths
-    into `output` (by default `folder`); return the Markdown and the rows as JSON values. Empty where no point is
-    finished."""
+    """Write `summary.csv`, `summary.md` and, where something was drafted, `acceptance.csv` and, of lengths,
+    `plots/context.svg` into `output` (by default `folder`); return the Markdown and the rows as JSON values. Empty
+    where no point is finished."""
     parts = load_parts(folder, axis)
     if parts is None:
         return "", []
@@ -146,9 +147,12 @@ def accept_changes(parts: Parts) -> Iterator[PartAcceptance]:
             if any(record.drafts for record in repeats):
                 drafting.setdefault(name, {}).setdefault(label, {})[concurrency] = repeats
     for name, found in drafting.items():
-        concurrency = max(set.intersection(*map(set, found.values())), default=None)
-        base: list[RunRecord] = []
-        for label, repeats in ((label, own[concurrency]) for label, own in found.items() if concurrency is not None):
+        common = set.intersection(*(set(own) for own in found.values()))
+        if not common:
+            continue
+        concurrency, base = max(common), list[RunRecord]()
+        for label, own in found.items():
+            repeats = own[concurrency]
             change = accept_change(base, repeats)
             yield PartAcceptance(label, name, concurrency, max(len(one.requests) for one in repeats), change)
             base = base or repeats
@@ -176,8 +180,8 @@ def markdown(parts: Parts, rows: dict[str, Any], changes: list[PartAcceptance]) 
         f"{apart}\n" if (apart := parts_table(points, (parts.title, *POINT))) else "",
         acceptance_markdown(parts, changes),
         pays_markdown(parts) if parts.axis == "input_len" else "",
-        f"* {DETECTABLE}: the smallest gain, and below the smallest change, that an interval like that of its row would "
-        f"have excluded with this probability. A smaller one may be there and not be seen.\n",
+        f"* {DETECTABLE}: the smallest gain, and below the smallest change, that an interval like that of its row "
+        "would have excluded with this probability. A smaller one may be there and not be seen.\n",
         f"* UNFINISHED: {parts.title} {' and '.join(parts.unfinished)}\n" if parts.unfinished else "",
         f"* {below}: all columns and notes\n",
     ]

@@ -162,8 +162,11 @@ class BenchmarkPrompts:
 
     def warm_up(self, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         """Run a full batch, and on a GPU one request that takes the slot of another. Prompt passes alternate with
-        iterations, so each request has enough new tokens that the first one still runs when the last one begins."""
+        iterations, so each request has enough new tokens that the first one still runs when the last one begins. The
+        first prompt is whole; of others one chunk is enough."""
         prompts, params = self._of(concurrency)
+        if chunk := engine.caps.get("prefill_chunk"):
+            prompts = [*prompts[:1], *(prompt[-chunk:] for prompt in prompts[1:])]
         caps, replicas, most = engine.caps, _replicas(engine), WARM_UP_TOKENS
         running = -(-concurrency // replicas) * replicas  # each replica has a full batch
         count = running

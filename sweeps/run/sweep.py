@@ -86,7 +86,7 @@ def parts_of(options: SweepOptions, axis: str, values: Iterable[Any]) -> dict[st
     words = {value: word for word, value in MODES.items()} if axis == THINKING else {}
     works = {words.get(value, str(value)): {axis: value} for value in values}
     if axis == "input_len" and options.workload.long_text is not None:
-        longest = max(own[axis] for own in works.values())
+        longest = max(options.workload.window, *(own[axis] for own in works.values()))
         works = {label: own | {"window": longest} for label, own in works.items()}
     return {label: replace(options, workload=replace(options.workload, **own)) for label, own in works.items()}
 
@@ -109,9 +109,7 @@ def run_parts(
     client renders the prompts
     """
     paths = folders_of(folder, axis, tuple(options))
-    each = {
-        paths[label]: replace(one, section=f"{axis.replace('_', ' ')} {label}") for label, one in options.items()
-    }
+    each = {paths[label]: replace(one, section=f"{axis.replace('_', ' ')} {label}") for label, one in options.items()}
     longest = max(each.values(), key=lambda one: one.workload.max_model_len or 0)
     fit: Mapping[str, Described] = longest.fitted(configs)
     if server is not None:

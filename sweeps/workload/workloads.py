@@ -87,13 +87,15 @@ class Workload:
         metavar="N|N-M",
         parse=lengths,
     )
-    window: int = 0
+    window: int = setting(
+        0,
+        "Long text: tokens that each prompt has for itself, of which it is the end. The same number gives prompts of "
+        "different lengths the same ends.",
+    )
     output_len: Length = setting(
         128, "Output tokens per answer, or a range; for text prompts, the maximum.", metavar="N|N-M", parse=length
     )
-    prompts_per_concurrency: int = setting(
-        4, "Prompts of a point, as a multiple of its concurrency.", panel=LOAD
-    )
+    prompts_per_concurrency: int = setting(4, "Prompts of a point, as a multiple of its concurrency.", panel=LOAD)
     least_prompts: int = setting(
         LEAST_PROMPTS, "Least number of prompts of a point. Intervals over prompts need 10.", panel=LOAD
     )
@@ -189,6 +191,8 @@ class Workload:
                 "goes with the data sets gsm8k and lm-eval:TASK; name another file as the data set itself",
             )
         object.__setattr__(self, "long_text", LongText.named(self.dataset))
+        if self.window and (self.long_text is None or self.window < bounds(self.input_len)[0]):
+            raise refuse("window", self.window, "goes with long text, and is at least input_len; leave it out")
         if self.scramble not in SCRAMBLES:
             raise refuse("scramble", self.scramble, f"use one of {', '.join(SCRAMBLES)}")
         if self.is_random:
