@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 @takes_engine(
     without=("spec",),
-    defaults={"prefix_cache": "off; on with --dataset gsp", "max_running": "the highest --concurrency"} | WITH_DRAFTS,
+    defaults={"prefix_cache": "off; on with --dataset gsp and --replay", "max_running": "the highest --concurrency"}
+    | WITH_DRAFTS,
     sampling=SAMPLING_OPTIONS,
     cluster=CLUSTER_OPTIONS,
     workload=options_of(Workload, workloads.PANEL, defaults=workloads.DEFAULTS),
@@ -180,8 +181,8 @@ def sweep(
     server = only_server(engine, of_server, context.params, lambda name: is_given(context, name))
     engines: dict[str, EngineConfig | Server] = {}
     if server is None:
-        grouped, elsewhere = asked.is_grouped, workers is not None
-        own = {"concurrency": max(steps), "prefix_cache": grouped, "elsewhere": elsewhere}
+        cached, elsewhere = asked.is_grouped or asked.replay, workers is not None
+        own = {"concurrency": max(steps), "prefix_cache": cached, "elsewhere": elsewhere}
         engines = configured_with_servers(engine, configs, workload["thinking"], **own)
     if compare_thinking:
         servers = [config for config in engines.values() if isinstance(config, Server)]

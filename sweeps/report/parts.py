@@ -18,20 +18,20 @@ from typing import Any
 from specbatch.errors import listed
 from specbatch.files.atomic_file import write_atomic, writing
 from specbatch.files.text_files import read_json
-from specbatch.records.estimates import CONFIDENCE, POWER
+from specbatch.records.estimates import CONFIDENCE
 from specbatch.records.markdown import markdown_table
 from specbatch.records.reasoning import parts_table
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.records.verdicts import Speedup
 from specbatch.sweeps.report.acceptance import AcceptChange, accept_change
+from specbatch.sweeps.report.groups import DETECTABLE
 from specbatch.sweeps.report.heading import about, heading
 from specbatch.sweeps.report.points import POINT, SWEEP, bases, gains_of, load_records, points_of, speedups_of
 from specbatch.sweeps.report.tables import as_json, decision, table
 
 THINKING, MODEL = "thinking", "model"
 MODES = {"on": True, "off": False}
-DETECTABLE = f"detectable ({POWER:.0%} power)"
 _AXES = {"input_len": "input tokens", THINKING: THINKING, "scramble": "scramble"}  # fields of a workload, as headings
 _ORDER = ("on", "off", "none", "shuffled", "random")
 

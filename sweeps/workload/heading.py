@@ -23,7 +23,8 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
     if scramble := work.get("scramble"):
         text += f", {'token ids shuffled' if scramble == 'shuffled' else 'random token ids in place of the text'}"
     if turns := work.get("turns"):
-        text += f", conversations of up to {turns} turns with the configuration's own answers"
+        whose = "as recorded" if work.get("replay") else "with the configuration's own answers"
+        text += f", conversations of up to {turns} turns {whose}"
     output = f"{'exactly' if work['ignore_eos'] else 'at most'} {_text(work.get('output_range') or work['output_len'])}"
     of = f" ({category})" if (category := work.get("category")) else ""
     sampled = f"{sampling_text(work.get('sampling'))}, seed {work['seed']}"

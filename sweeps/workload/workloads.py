@@ -6,8 +6,8 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,8 @@ from specbatch.config.settings import setting
 from specbatch.config.values import burst_of, length, lengths, one_or_several
 from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
-from specbatch.errors import SpecbatchError, at_least, refuse
+from specbatch.errors import at_least, refuse
 from specbatch.jobs.long_text import LongText, Window
-from specbatch.jobs.prompt_file import location
 from specbatch.jobs.prompts import Prompt, misplaced_note, params_of
 from specbatch.records.objectives import Objectives
 from specbatch.servers.server import SENT
@@ -26,12 +25,12 @@ from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categorie
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
 from specbatch.sweeps.workload.rounds import LOAD
+from specbatch.sweeps.workload.row_sampling import check_rows, described, refuse_named
 from specbatch.sweeps.workload.token_ids import SCRAMBLES, draw_length, grouped_ids, random_ids, scrambled
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
 
-_UNUSED = {"n", "logprobs", "top_logprobs", "prompt_logprobs"}  # of a row's parameters, in a sweep
 RANDOM = ("random", "gsp")  # datasets of random token ids
 TEMPLATE = "Chat template"  # a box of --help
 
@@ -54,6 +53,7 @@ class Workload:
     temperature, top_p, top_k, min_p   how answers are sampled; greedy by default, so that every configuration must
                 produce the same tokens
     category    asks only the rows of this category
+    replay      of a JSONL file: conversations are asked as they were recorded (`specbatch.jobs.replay`)
     turns       asks at most this many turns of a conversation; None: all
     input_len   tokens per prompt that is random or of long text; with "gsp" its own
     window      of long text, at least input_len; 0: input_len. With the same window, prompts of different lengths end
@@ -140,6 +140,12 @@ class Workload:
         parse=one_or_several,
     )
     category: str | None = setting(None, "FILE.jsonl: only the rows of this category. Default: all, in turn.")
+    replay: bool = setting(
+        False,
+        "FILE.jsonl: ask at each message of the assistant in a row's messages, tool calls and results included. What "
+        "follows is the recorded message, not the answer.",
+        flags=("--replay",),
+    )
     turns: int | None = setting(
         None,
         "FILE.jsonl: ask at most this many turns of each conversation. Later turns follow the configuration's own "
@@ -211,11 +217,12 @@ class Workload:
             object.__setattr__(self, "stop", self.long_text.stop)
             object.__setattr__(self, "files_sha256", self.long_text.digest())
             return
-        rows, stop = read_dataset(self.dataset, self.data, self.read_task, as_messages=bool(self.chat_template))
+        form = {"as_messages": bool(self.chat_template), "replay": self.replay}
+        rows, stop = read_dataset(self.dataset, self.data, self.read_task, **form)
         rows = self._of_turns(of_categories(rows, self.category))
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
-        self._check_sampling()
+        check_rows(self.rows, self.data or self.dataset, self._params)
         if self.thinking is not None and not self.is_rendered:
             works = "no prompt is rendered by a chat template, which has that switch; add chat_template=True"
             raise refuse("thinking", self.thinking, works)
@@ -300,28 +307,7 @@ class Workload:
 
     def refuse_unsent(self) -> None:
         """Refuse parameters in a row that are not sent to servers."""
-        self._refuse_rows(SENT, "is not sent to a server; leave it out")
-
-    def _check_sampling(self) -> None:
-        """Refuse parameters in a row that a sweep cannot use: it counts one answer to each prompt, without
-        log-probabilities."""
-        names = {item.name for item in fields(SamplingParams)} - _UNUSED
-        self._refuse_rows(names, "has no effect in a sweep; leave it out")
-        for index, row in enumerate(self.rows):
-            try:
-                params = self._params(index)
-                refuse_unsampled({name: getattr(params, name) for name in SAMPLED})
-            except SpecbatchError as error:  # together with those of the workload
-                raise self._of_row(row, str(error)) from None
-
-    def _refuse_rows(self, names: Collection[str], works: str) -> None:
-        for row in self.rows:
-            if unused := row.sampling.keys() - names:
-                raise self._of_row(row, f"{', '.join(sorted(unused))} {works}")
-
-    def _of_row(self, row: Prompt, problem: str) -> SpecbatchError:
-        setting, source = ("dataset", self.dataset) if self.data is None else ("data", str(self.data))
-        return refuse(setting, location(source, row.line), f"sampling: {problem}")
+        refuse_named(self.rows, self.data or self.dataset, SENT, "is not sent to a server; leave it out")
 
     def count(self, concurrency: int) -> int:
         if self.is_grouped:
@@ -400,9 +386,10 @@ class Workload:
             "category": self.category,
             **({"scramble": self.scramble} if self.scramble != SCRAMBLES[0] else {}),
             **({"files_sha256": self.files_sha256, "window": self.window or self.input_len} if self.long_text else {}),
+            **({"replay": True} if self.replay else {}),
             **({"turns": self.most_turns, "requests": self._requests(len(prompts))} if self.most_turns > 1 else {}),
             "sampling": next((sampling_of(one) for one in params if one.temperature), None),
-            **({"own_sampling": _described(own, len(self.rows))} if own else {}),
+            **({"own_sampling": described(own, len(self.rows))} if own else {}),
             "seed": self.seed,
             "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
             if self.is_grouped
@@ -427,12 +414,6 @@ class Workload:
                 raise refuse("burst", "all", works)
             raise refuse("request_rate", self.request_rate, works)
         return rows
-
-
-def _described(own: list[dict[str, Any]], rows: int) -> dict[str, Any]:
-    """The sampling parameters that rows set themselves, for a record."""
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-    return {"rows": len(own), "of": rows, "names": sorted({name for one in own for name in one}), "sha256": digest}
 
 
 def sha256_of(tokens: Sequence[list[int] | str]) -> str:

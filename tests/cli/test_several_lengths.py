@@ -73,14 +73,20 @@ def test_kinds_of_text(sweep, tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("--input-len 20,40 --scramble none,random", "--scramble='none,random': --input-len has several, too; give one"),
+        (
+            "--input-len 20,40 --scramble none,random",
+            "--scramble='none,random': --input-len has several, too; give one",
+        ),
         ("--input-len 20,20", "--input-len='20,20': 20 is given twice"),
         ("--input-len 20-40", "--input-len='20-40': prompts of long text have one length; give a number"),
         ("--input-len 500", "has text for 2 prompts of 500 tokens, not 4; use fewer prompts"),
         ("--input-len 20 --window 10", "--window=10: goes with long text, and is at least"),
         ("--input-len 20 --chat-template", "prompts are continued as they are; leave it out"),
         ("--input-len 20,40 --compare-thinking", "--compare-thinking: --input-len has several values; leave one"),
-        ("--input-len 20,40 --model a,b", "--input-len='20,40': takes one value with several models (a, b); run it for"),
+        (
+            "--input-len 20,40 --model a,b",
+            "--input-len='20,40': takes one value with several models (a, b)",
+        ),
         ("--dataset gsm8k --input-len 20", "--input-len=20: goes with --dataset random, gsp, repository:FOLDER"),
         ("--dataset documents:nowhere --input-len 20", "nowhere is no folder; name one with text files"),
     ],
