@@ -1,7 +1,7 @@
 """Fine-tunes a model on questions with reference answers, and saves checkpoints on the way, for tables of stale drafts.
 
     python docs/grids/fine_tune.py MODEL --steps 0,50,200 --lr 1e-5 --out checkpoints
-    specbatch sweep --model checkpoints/step-0,checkpoints/step-50,checkpoints/step-200 --draft HEAD --algorithm eagle3
+    specbatch sweep --model checkpoints/step-0,checkpoints/step-50 --algorithm eagle3 --draft HEAD
 
 MODEL is a folder that transformers reads. The data are GSM8K's training questions, which are bundled, or JSONL with
 `question` and `answer`; the loss is that of the answers. Weights and AdamW's states are FP32, and on a GPU the passes are
@@ -69,7 +69,7 @@ def main() -> None:
     torch.manual_seed(given.seed)
     dtype = json.loads((given.model / "config.json").read_text()).get("torch_dtype", "float32")
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(given.device)
-    model.gradient_checkpointing_enable()
+    model.gradient_checkpointing_enable()  # transformers 5.23 warns of a new name, which earlier ones lack
     first = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, weight_decay=0.0)
     source, losses = batches(Tokenizer.from_folder(given.model), rows, given.batch, given.seed), list[float]()
