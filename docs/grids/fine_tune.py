@@ -4,7 +4,7 @@
     specbatch sweep --model checkpoints/step-0,checkpoints/step-50 --algorithm eagle3 --draft HEAD
 
 MODEL is a folder that transformers reads. The data are GSM8K's training questions, which are bundled, or JSONL with
-`question` and `answer`; the loss is that of the answers. Weights and AdamW's states are FP32, and on a GPU the passes are
+`question` and `answer`; the loss is that of the answers. Weights and AdamW's states are FP32; on a GPU the passes are
 BF16. OUT/steps.jsonl has a line per checkpoint: the mean loss since the one before, and how far the weights have moved
 relative to their size.
 """

@@ -61,10 +61,10 @@ def _cells(first: list[RunRecord], own: list[RunRecord], *, has_change: bool) ->
     rows = [row for record in own for row in record.requests]
     places = {row["index"] for row in rows}
     first = [replace(one, requests=[row for row in one.requests if row["index"] in places]) for one in first]
-    change = accept_change(first, own)
     accepted, drafted, output, inputs = (
         sum(row.get(field) or 0 for row in rows) for field in ("accepted", "drafted", "output_tokens", "prompt_tokens")
     )
+    change = accept_change(first if any(record.drafts for record in own) else [], own)
     return [
         str(len(rows)),
         f"{inputs / len(rows):.0f}",
