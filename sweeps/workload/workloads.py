@@ -87,19 +87,19 @@ class Workload:
         metavar="N|N-M",
         parse=lengths,
     )
+    output_len: Length = setting(
+        128, "Output tokens per answer, or a range; for text prompts, the maximum.", metavar="N|N-M", parse=length
+    )
+    prompts_per_concurrency: int = setting(4, "Prompts of a point, as a multiple of its concurrency.", panel=LOAD)
+    seed: int = 0
+    least_prompts: int = setting(
+        LEAST_PROMPTS, "Least number of prompts of a point. Intervals over prompts need 10.", panel=LOAD
+    )
     window: int = setting(
         0,
         "Long text: tokens that each prompt has for itself, of which it is the end. The same number gives prompts of "
         "different lengths the same ends.",
     )
-    output_len: Length = setting(
-        128, "Output tokens per answer, or a range; for text prompts, the maximum.", metavar="N|N-M", parse=length
-    )
-    prompts_per_concurrency: int = setting(4, "Prompts of a point, as a multiple of its concurrency.", panel=LOAD)
-    least_prompts: int = setting(
-        LEAST_PROMPTS, "Least number of prompts of a point. Intervals over prompts need 10.", panel=LOAD
-    )
-    seed: int = 0
     groups: int = setting(32, "gsp: number of groups.")
     group_prompts: int = setting(16, "gsp: prompts per group.")
     shared_len: Length = setting(
