@@ -200,6 +200,8 @@ def sweep(
         engines if server is None else [server.model],
         shortened=is_shortened,
     )
+    if axis is not None and not compare_thinking:
+        settings += f"; one after the other: {axis[0].replace('_', '-')} {', '.join(parts)}"
     if dry_run:
         from specbatch.sweeps.run.estimate import dry_run as planned
 

@@ -74,6 +74,13 @@ def test_windows_of_repositories_share_nothing_and_take_turns(folder: Path) -> N
     assert all(f"# {window.source}\n" in "".join(map(text, found)) for window in found)
 
 
+def test_windows_of_one_file_follow_each_other(tmp_path: Path) -> None:
+    content = " ".join(map(str, range(500)))
+    (tmp_path / "long.py").write_text(content)
+    found = repository(tmp_path).windows(BYTES, 70, 20, 0)
+    assert "".join(map(text, found)) == f"# long.py\n{content}"[: 70 * 20]
+
+
 def test_more_prompts_begin_with_fewer_and_the_seed_chooses(folder: Path) -> None:
     few, many = (repository(folder).windows(BYTES, 50, count, 0) for count in (3, 8))
     assert many[:3] == few
