@@ -59,6 +59,7 @@ class Linear:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [T, in] -> [T, out], in the memory of `out` if that is given; that of `residual` may be used up."""
+        assert x.stride(1) == 1, "the elements of a row of x must be adjacent, as kernels of GPUs need it"
         if runs_kernels(x):
             y = self._on_cuda(x, norm, residual, out)
         else:

@@ -120,7 +120,7 @@ class Refiner:
         """What W2 reads in the rows from `first` on: [B, n - first, rank] of the first n rows, x [B, n, rank]."""
         count = x.shape[1]
         mixed = torch.einsum("ckj,bjc->bkc", self._mixing[:, first:count, :count], x)
-        flat = mixed.flatten(0, 1)
+        flat = mixed.flatten(0, 1).contiguous()  # einsum may leave the channels apart
         return self._down(silu_and_mul(self._gate_up(flat)), residual=flat).view_as(mixed)
 
     def refined(self, base: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
