@@ -29,7 +29,6 @@ from specbatch.cli.compare import compare
 from specbatch.cli.configs import Words
 from specbatch.cli.doctor import doctor
 from specbatch.cli.eval import evaluate
-from specbatch.cli.flags import flags_of, in_flags, no_argument
 from specbatch.cli.gate import gate
 from specbatch.cli.generate import generate
 from specbatch.cli.help import Command
@@ -43,6 +42,7 @@ from specbatch.cli.sweep import sweep
 from specbatch.cli.trace import trace
 from specbatch.cli.train_draft import train_draft
 from specbatch.config.field_errors import what_works
+from specbatch.config.flags import flags_of, in_flags, no_argument
 from specbatch.errors import WORDING, FailedError, refuse
 from specbatch.files.atomic_file import UnwritableError
 

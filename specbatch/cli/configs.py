@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from specbatch.cli.flags import Flag, in_flags, in_keys, in_text, option_of
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.config.engine_config import EngineConfig
+from specbatch.config.flags import InFlags, in_flags, in_keys, in_text, option_of
 from specbatch.config.values import names
 from specbatch.errors import WORDING, SpecbatchError, each_once, refuse
 from specbatch.servers.server import Server
@@ -18,15 +18,13 @@ KEYS = (*ENGINE_OPTIONS, *(item.name for item in fields(Server)))  # of a table,
 
 
 @dataclass(frozen=True)
-class Words:
+class Words(InFlags):
     """The wording of a command: flags, and for what a table of its file of configurations sets the keys of the table.
 
-    flags   of the command
     file    of --configs; None: there is none
     tables  by configuration, what its table sets, with underscores
     """
 
-    flags: Mapping[str, Flag]
     file: str | None = None
     tables: Mapping[str, frozenset[str]] = field(default_factory=dict)
 

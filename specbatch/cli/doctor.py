@@ -10,10 +10,10 @@ from dataclasses import asdict
 from typing import Any
 
 from specbatch.algorithms import ALGORITHMS
-from specbatch.cli.flags import GRAPHS, Flag, in_text
 from specbatch.cli.options import ENGINE_OPTIONS, Json
 from specbatch.cli.output import show
 from specbatch.cli.terminal import print_markdown
+from specbatch.config.flags import GRAPHS, Flag, in_text
 from specbatch.extras import is_installed, missing
 from specbatch.progress.bars import progress
 from specbatch.records.environment import hardware, versions

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from typer import Option
 
 from specbatch.cli.configs import KEYS, configured, engine_of_table, tables_of, word_tables
-from specbatch.cli.flags import in_keys
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions, key_of
 from specbatch.cli.output import say
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.field_errors import did_you_mean
+from specbatch.config.flags import in_keys
 from specbatch.errors import SpecbatchError, refuse, shown_json
 from specbatch.extras import needs
 

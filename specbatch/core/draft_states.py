@@ -26,6 +26,9 @@ class DraftStates:
         """history: before the first draft. vocabulary: size of the target's."""
         self._constraint = adjustments.constraint
         self._states = None if self._constraint is None else self._constraint.states[:, None]
+        self._host = adjustments.host
+        self._paths: list[list[list[int]]] = [[[]] for _ in history.lengths]  # the drafts before each node
+        self._masks = None if self._host is None else self._host.masks(self._paths)
         self._history = history
         self._vocabulary = vocabulary
         self._fixed = adjustments._replace(constraint=None, banned=_single(adjustments.banned))
@@ -39,6 +42,8 @@ class DraftStates:
         if constraint is not None:
             assert self._states is not None
             grammar_mask(scores, constraint.tables, constraint.grammars, self._states, NEVER, ids)
+        if self._masks is not None:
+            self._masks.mask(scores, NEVER, ids)
         return scores
 
     def follow(self, tokens: torch.Tensor, parents: torch.Tensor | None = None) -> None:
@@ -48,6 +53,13 @@ class DraftStates:
             assert self._states is not None
             before = self._states if parents is None else self._states.gather(1, parents)
             self._states = self._constraint.after(before, tokens)
+        if self._host is not None:
+            above = [range(tokens.shape[1])] * len(tokens) if parents is None else parents.tolist()
+            self._paths = [
+                [[*paths[parent], token] for parent, token in zip(rows, drafts, strict=True)]
+                for paths, rows, drafts in zip(self._paths, above, tokens.tolist(), strict=True)
+            ]
+            self._masks = self._host.masks(self._paths)
 
     def _adjust(self, scores: torch.Tensor, ids: torch.Tensor | None) -> None:
         if ids is None:

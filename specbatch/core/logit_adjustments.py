@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from specbatch.core.token_constraint import Constraint, HostMasks
+from specbatch.core.token_constraint import Constraint, HostGrammars, HostMasks
 
 ANY, NONE = -1, -2  # in place of tokens: before the first token of a word; one that no word has
 
@@ -26,7 +26,8 @@ class Adjustments(NamedTuple):
     banned       int64 [B, W, L]: words whose last token is not chosen after the others; ANY before the first token of a
                  word, and throughout where there is none
     constraint   the grammars on the device
-    masks        of those on the host
+    masks        of those on the host, for a verify
+    host         those on the host, for drafting
     """
 
     bias_tokens: torch.Tensor | None
@@ -36,6 +37,7 @@ class Adjustments(NamedTuple):
     banned: torch.Tensor | None = None
     constraint: Constraint | None = None
     masks: HostMasks | None = None
+    host: HostGrammars | None = None
 
 
 class History(NamedTuple):
@@ -59,7 +61,7 @@ def adjusted_logits(
     """Logits [B, n, V] with biases, penalties and without bad words, as float32: a small penalty would be lost in
     BF16. states: of the grammars, int64 [B, n]; where they allow bad words only, these stay."""
     adjusted = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    tokens, values, penalties, prompts, banned, constraint, masks = adjustments
+    tokens, values, penalties, prompts, banned, constraint, masks, _ = adjustments
     if tokens is not None and values is not None:
         shape = (*logits.shape[:2], tokens.shape[1])
         adjusted.scatter_add_(-1, tokens[:, None].expand(shape), values[:, None].expand(shape))

@@ -1,7 +1,7 @@
 """Grammars of requests: the tokens that may follow each row of a verify and each draft.
 
 Most grammars are automata on the device, which has the state of each row (`Constraint`). Others are matched on the
-host, which sends masks (`HostMasks`, see `grammar.host_matcher`).
+host, which sends masks (`HostMasks`, see `grammar.host_matcher`) and is asked while a step drafts (`HostGrammars`).
 
 The state of a request advances by the tokens that it accepts, and that of a row by the drafts before it, as if they had
 been generated. A draft that the grammar does not allow is therefore never accepted. Drafters know the states, too, and
@@ -10,7 +10,8 @@ choose from the tokens that are allowed: their distributions are those of the ma
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -31,13 +32,28 @@ class HostMasks(NamedTuple):
     requests: torch.Tensor
     bits: torch.Tensor
 
-    def mask(self, logits: torch.Tensor) -> None:
-        """Set logits [B, n, V] of other tokens to -inf. Requests with fewer rows have the first ones."""
-        token = torch.arange(logits.shape[2], device=logits.device)
+    def mask(self, logits: torch.Tensor, value: float = -torch.inf, ids: torch.Tensor | None = None) -> None:
+        """Set logits [B, n, V] of other tokens to a value. Requests with fewer rows have the first ones. ids int64 [V],
+        or [B, V] of each request: the token of each column; None if they are the same."""
+        token = torch.arange(logits.shape[2], device=logits.device) if ids is None else ids
+        token = token[self.requests] if token.dim() == 2 else token.expand(len(self.requests), -1)
         word, bit = token >> 5, (token & 31).int()
         for row in range(self.bits.shape[1]):
-            is_out = (self.bits[:, row, word] >> bit & 1) == 0
-            logits[self.requests, row] = logits[self.requests, row].masked_fill_(is_out, -torch.inf)
+            is_out = (self.bits[:, row].gather(1, word) >> bit & 1) == 0
+            logits[self.requests, row] = logits[self.requests, row].masked_fill_(is_out, value)
+
+
+class HostGrammars(Protocol):
+    """The grammars on the host of the B requests of a step, while it drafts. Each call waits for the device."""
+
+    def masks(self, paths: Sequence[Sequence[Sequence[int]]]) -> HostMasks:
+        """Tokens that may follow W nodes of each request, given the drafts from the root to each. All tokens follow a
+        draft that may not be there."""
+        ...
+
+    def replace(self, drafts: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Constraint.replace`."""
+        ...
 
 
 class Constraint(NamedTuple):

@@ -34,8 +34,12 @@ def draft_states(step: StepInput, vocabulary: int) -> DraftStates | None:
 def allowed_drafts(step: StepInput, drafts: torch.Tensor, drafted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of drafts int64 [B, n] that were looked up, of which the first `drafted` int64 [B] count, those that grammars
     allow, and after them tokens that are forced (`Constraint.replace`): drafts, and how many of them count."""
-    constraint = step.sampling.constraint
-    return (drafts, drafted) if constraint is None else constraint.replace(drafts, drafted)
+    adjustments = step.sampling.adjustments
+    if adjustments is not None and adjustments.constraint is not None:
+        drafts, drafted = adjustments.constraint.replace(drafts, drafted)
+    if adjustments is not None and adjustments.host is not None:
+        drafts, drafted = adjustments.host.replace(drafts, drafted)
+    return drafts, drafted
 
 
 def takes_argmax(step: StepInput) -> bool:

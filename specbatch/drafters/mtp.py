@@ -48,7 +48,7 @@ def plan(target: Checkpoint, config: EngineConfig, log: Log) -> DraftPlan:
     mlp = f"{layer.mixture.experts} experts" if layer.mixture else "a dense MLP"
     quantized = ""
     if layer.quantization is not None and len(tensor_shapes(layer)) > len(weight_shapes(layer)):
-        quantized = f", {layer.quantization.name}"
+        quantized = f", {' and '.join(form.name for form in layer.quantization.forms)}"
     several = f"{layers} of {stored} layers, one for each draft; " if stored > 1 else ""
     log(
         f"draft: the MTP head of {target.name}, {parameter_count(layer) / 1e6:.1f} M parameters{quantized}; {several}"

@@ -1,18 +1,19 @@
 """Grammars that are no finite automaton, matched on the host by llguidance: which tokens may follow the answer so far,
-and each of its drafts.
+and each of its drafts; and which tokens are forced.
 
-A matcher advances by the tokens that its request has emitted. For a verify it also goes through the drafts and back.
+A matcher advances by the tokens that its request has emitted. For drafts it also goes through these and back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from specbatch.grammar.limits import RegexError
+from specbatch.grammar.token_automaton import longest
 
 _NONE = "no token of this vocabulary may follow"
 _WORD = 32  # tokens of an int32 of a mask
@@ -25,17 +26,16 @@ class HostVocabulary:
         """tokens: the bytes of each, None for those that may not be part of a text; ends: end tokens; vocabulary:
         number of ids of the model."""
         given = [*tokens[:vocabulary], *[None] * (vocabulary - len(tokens))]
-        special = [token for token, text in enumerate(given) if not text or token in ends]
-        texts = [text or b"" for text in given]
-        for token in special:
-            texts[token] = b"<%d>" % token
+        self._texts = {token: text for token, text in enumerate(given) if text and token not in ends}
+        texts = [self._texts.get(token, b"<%d>" % token) for token in range(len(given))]
+        special = [token for token in range(len(given)) if token not in self._texts]
         found = TokenizerWrapper(_Tokens(texts, special, min(ends)))
         self._tokenizer = LLTokenizer(found, eos_token=sorted(ends), slices=LLTokenizer.json_slices())
 
     def compile(self, grammar: str) -> HostGrammar:
         """Raises RegexError if llguidance cannot compile a grammar, or no sequence of tokens matches it."""
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        found = HostGrammar(matcher, self._tokenizer.vocab_size)
+        found = HostGrammar(matcher, self._tokenizer.vocab_size, self._texts)
         probe = found.matcher()
         masks([probe], [[]], None)
         if probe.error:
@@ -46,12 +46,14 @@ class HostVocabulary:
 class HostGrammar:
     """A compiled grammar. Each request has a matcher of its own."""
 
-    def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocabulary: int, texts: Mapping[int, bytes]) -> None:
+        """texts: of tokens that are no ends."""
         self._matcher = matcher
         self._vocabulary = vocabulary
+        self._texts = texts
 
     def matcher(self) -> HostMatcher:
-        return HostMatcher(self._matcher.deep_copy(), -(-self._vocabulary // _WORD))
+        return HostMatcher(self._matcher.deep_copy(), -(-self._vocabulary // _WORD), self._texts)
 
 
 class HostMatcher:
@@ -62,9 +64,11 @@ class HostMatcher:
     error   why it cannot go on, if so
     """
 
-    def __init__(self, matcher: LLMatcher, words: int) -> None:
+    def __init__(self, matcher: LLMatcher, words: int, texts: Mapping[int, bytes]) -> None:
+        """texts: see `HostGrammar`."""
         self.inner = matcher
         self.words = words
+        self._texts = texts
         self.error = ""
         self._followed = 0
 
@@ -75,6 +79,28 @@ class HostMatcher:
             self.inner.consume_tokens(new)
             self._followed += len(new)
             self._note_error()
+
+    def replace(self, drafts: Sequence[int], drafted: int) -> list[int]:
+        """Of drafts after the answer, of which the first `drafted` count, keep those before the first that may not
+        follow, and go on with tokens that are forced, to as many as there are places: see `Constraint.replace`."""
+        if self.error:
+            return list(drafts[:drafted])
+        taken = self.inner.try_consume_tokens(list(drafts[:drafted]))
+        found = list(drafts[:taken])
+        while len(found) < len(drafts) and (forced := self._forced()) is not None:
+            self.inner.consume_token(forced)
+            found.append(forced)
+        self.inner.rollback(len(found))
+        return found
+
+    def _forced(self) -> int | None:
+        """`TokenAutomaton.forced` of what was consumed."""
+        if self.inner.is_stopped() or not self.inner.compute_ff_bytes():
+            return None
+        row = np.empty(self.words, np.int32)
+        self.inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        tokens = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+        return longest(tokens, self._texts)
 
     def fill_tree(self, rows: np.ndarray, drafts: Sequence[int], parents: Sequence[int]) -> None:
         """Write masks int32 [N, words] after the answer, and after each draft that may follow its parent. parents: of
@@ -130,6 +156,31 @@ def masks(
     return found
 
 
+def masks_after(matchers: Sequence[HostMatcher], paths: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
+    """Which tokens may follow the answers of H requests and W paths of drafts of each: int32 [H, W, words], see
+    `masks`."""
+    count = len(paths[0])
+    found = np.full((len(matchers), count, matchers[0].words), -1, dtype=np.int32)
+    for node in range(count):
+        taken = [
+            0 if one.error else one.inner.try_consume_tokens(list(own[node]))
+            for one, own in zip(matchers, paths, strict=True)
+        ]
+        live = [
+            (one.inner, place * count + node)
+            for place, (one, own) in enumerate(zip(matchers, paths, strict=True))
+            if taken[place] == len(own[node]) and not one.error
+        ]
+        if live:
+            _executor().unsafe_compute_mask_ptr(live, found.ctypes.data, found[0, 0].nbytes, found.shape[0] * count)
+        for one, steps in zip(matchers, taken, strict=True):
+            if steps:
+                one.inner.rollback(steps)
+    for matcher, rows in zip(matchers, found, strict=True):
+        matcher.check(rows)
+    return found
+
+
 @cache
 def _executor() -> LLExecutor:
     return LLExecutor()
@@ -145,5 +196,5 @@ class _Tokens:
         self.bos_token_id = None
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text, which nothing asks for: forced tokens are not computed."""
+        """Tokens of a text, which nothing asks for: see `HostMatcher._forced`."""
         return []

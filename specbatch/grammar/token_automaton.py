@@ -181,11 +181,20 @@ def _forced(classes: np.ndarray, next: np.ndarray, texts: Mapping[int, bytes]) -
         kinds = np.flatnonzero(next[state] >= 0).tolist()
         if sum(len(members[kind]) for kind in kinds) > _FEW:
             continue
-        follow = [token for kind in kinds for token in members[kind].tolist()]
-        longest = max(follow, key=lambda token: len(texts.get(token, b"")))
-        if all(token in texts and texts[longest].startswith(texts[token]) for token in follow):
-            found[state] = longest
+        forced = longest([token for kind in kinds for token in members[kind].tolist()], texts)
+        if forced is not None:
+            found[state] = forced
     return found
+
+
+def longest(tokens: Sequence[int], texts: Mapping[int, bytes]) -> int | None:
+    """The token that all these are beginnings of; None if there is no such one, or too many of them. texts: of tokens
+    that are no ends."""
+    if not 0 < len(tokens) <= _FEW:
+        return None
+    found = max(tokens, key=lambda token: len(texts.get(token, b"")))
+    is_forced = all(token in texts and texts[found].startswith(texts[token]) for token in tokens)
+    return found if is_forced else None
 
 
 def _reached(first: int, steps: list[list[int]]) -> set[int]:

@@ -35,14 +35,20 @@ def is_dataset(source: str | Path) -> bool:
 
 
 def read_rows(
-    setting: str, source: str | Path, split: str | None, columns: Collection[str], beside: Collection[str] = ()
+    setting: str,
+    source: str | Path,
+    split: str | None,
+    columns: Collection[str],
+    beside: Collection[str] = (),
+    unread: list[str] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of a data set, with those of `columns` and `beside` that it has. Cells of None are left out.
+    """The rows of a data set, with those of `columns` and `beside` that it has. Cells of None are left out. The names
+    of its other columns are written to `unread`.
 
     Cells of .csv and .tsv are strings, unconverted. Raises SpecbatchError for a source that cannot be read, a split
     that is missing or does not exist, and a data set with none of `columns`.
     """
-    wanted = _Columns(setting, source, columns, beside)
+    wanted = _Columns(setting, source, columns, beside, [] if unread is None else unread)
     path = Path(source)
     try:
         with _quiet():
@@ -124,15 +130,20 @@ def is_saved(folder: Path) -> bool:
 class _Columns:
     """Which columns of a data set are read."""
 
-    def __init__(self, setting: str, source: str | Path, columns: Collection[str], beside: Collection[str]) -> None:
+    def __init__(
+        self, setting: str, source: str | Path, columns: Collection[str], beside: Collection[str], unread: list[str]
+    ) -> None:
         self._setting, self._source, self._columns, self._beside = setting, source, columns, beside
+        self._unread = unread
 
     def of(self, names: Sequence[str]) -> list[str]:
         """Those of `names` that are read. Raises SpecbatchError if none is a column of prompts."""
         if not set(names) & set(self._columns):
             listed = f"has columns {', '.join(names)}, but not {', '.join(self._columns)}"
             raise refuse(self._setting, str(self._source), f"{listed}; name one (generate --column NAME)")
-        return [name for name in names if name in (*self._columns, *self._beside)]
+        read = [name for name in names if name in (*self._columns, *self._beside)]
+        self._unread[:] = [name for name in names if name not in read]
+        return read
 
 
 def _file_batches(setting: str, source: str | Path, wanted: _Columns) -> Iterator[list[dict[str, Any]]]:

@@ -17,7 +17,7 @@ from specbatch.core.sampling_params import SAMPLED, unsampled
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.partial_output import Row, row_seed
-from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader, misplaced_note, params_of, unsampled_note
+from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader, UnreadKeys, params_of, unsampled_note
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -123,7 +123,7 @@ class PromptRows(JobFormat):
         column: str | None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._log, self._noted = log, set[tuple[Any, str]]()
+        self._log, self._noted, self._unread = log, set[str](), UnreadKeys(source, log)
         self._source, self._params, self._seed = source, params, seed
         self._chat_template, self._split = chat_template, split
         self._reader = PromptReader(column=column)
@@ -136,8 +136,7 @@ class PromptRows(JobFormat):
             if isinstance(item, MalformedLine):
                 yield BadRow(number - 1, None, item.problem)
                 continue
-            if item.misplaced:
-                self._note(item.misplaced, number, misplaced_note)
+            self._unread.add(item)
             identity = [number - 1, item.form, item.value, item.id] + ([item.sampling] if item.sampling else [])
             try:
                 params = params_of(item, self._params)
@@ -145,15 +144,15 @@ class PromptRows(JobFormat):
                 yield BadRow(number - 1, item.id, f"sampling: {error}")
                 continue
             if params is not checked and (lost := unsampled({name: getattr(params, name) for name in SAMPLED})):
-                self._note(lost, number, unsampled_note)
+                self._note(lost, number)
             checked = params
             yield JobRow(number - 1, item.id, item, params, identity)
 
-    def _note(self, names: Iterable[str], number: int, note: Callable[[str | Path, int, Iterable[str]], str]) -> None:
-        """Log names that a user may take for settings with an effect, each once."""
-        if new := {(note, name) for name in names} - self._noted:
+    def _note(self, names: Iterable[str], number: int) -> None:
+        """Log sampling parameters without an effect, each once."""
+        if new := set(names) - self._noted:
             self._noted |= new
-            self._log(note(self._source, number, [name for _, name in new]))
+            self._log(unsampled_note(self._source, number, new))
 
     def encode(self, row: JobRow, engine: InferenceEngine) -> list[Request]:
         prompt: Prompt = row.request

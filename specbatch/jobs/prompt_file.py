@@ -32,11 +32,12 @@ def stream_rows(
     split: str | None = None,
     *,
     version: InputVersion | None = None,
+    unread: list[str] | None = None,
 ) -> Iterator[tuple[int, bytes | Any]]:
     """Rows with their numbers from 1: lines that are not blank as bytes, all others as values.
 
-    columns, beside, split   of a data set, as in `read_rows`
-    version                  of the source as an earlier pass saw it; None: as it is now
+    columns, beside, split, unread   of a data set, as in `read_rows`
+    version                          of the source as an earlier pass saw it; None: as it is now
 
     Raises SpecbatchError for a source that cannot be read, and ChangedError for one that changes meanwhile.
     """
@@ -44,7 +45,7 @@ def stream_rows(
     version.check(remote=True)
     checked = time.monotonic()
     try:
-        for row in _rows(setting, source, columns, beside, split, version):
+        for row in _rows(setting, source, columns, beside, split, version, unread):
             if not isinstance(row[1], bytes) or time.monotonic() - checked > SECONDS_BETWEEN_CHECKS:
                 version.check()
                 checked = time.monotonic()
@@ -62,9 +63,10 @@ def _rows(
     beside: Collection[str],
     split: str | None,
     version: InputVersion,
+    unread: list[str] | None,
 ) -> Iterator[tuple[int, bytes | Any]]:
     if is_dataset(source):
-        yield from enumerate(read_rows(setting, source, split, columns, beside), start=1)
+        yield from enumerate(read_rows(setting, source, split, columns, beside, unread), start=1)
         return
     if split is not None:
         raise refuse("split", split, f"{source} has no splits; leave it out")

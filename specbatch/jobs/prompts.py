@@ -7,17 +7,18 @@ A line or row is an object in one of four forms:
 {"question": "text"}                                 asked as "Question: text\\nAnswer:"
 {"messages": [{"role": "user", "content": "text"}]}  rendered with the model's chat template
 
-Other keys are allowed; "id" is copied to the output, and "sampling" is an object with sampling parameters of the
-prompt. Some readers allow a fifth form, MT-Bench's {"turns": ["text", ...]}: messages of the user, each after the
-answer to the one before. These readers read SPEED-Bench as well, as its own script prepares it: several messages, all
-of the user, are turns, and "category" is kept.
+"id" is copied to the output, and "sampling" is an object with sampling parameters of the prompt. Other keys are
+allowed, and named in a note once per file (`UnreadKeys`). Some readers allow a fifth form, MT-Bench's
+{"turns": ["text", ...]}: messages of the user, each after the answer to the one before. These readers read SPEED-Bench
+as well, as its own script prepares it: several messages, all of the user, are turns, and "category" is kept.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,7 @@ FORMS = ("prompt", "prompt_token_ids", "question", "messages")
 TURNS = "turns"
 SAMPLING = "sampling"
 PER_ROW = tuple(item.name for item in fields(SamplingParams))
-_MISPLACED = frozenset({*PER_ROW, *FOREIGN_NAMES, "params", "sampling_params"})
+MISPLACED = frozenset({*PER_ROW, *FOREIGN_NAMES, "params", "sampling_params"})  # beside a prompt
 
 
 @dataclass(slots=True)  # a frozen one takes three times as long to make
@@ -49,7 +50,7 @@ class Prompt:
     later      what follows, turn by turn: a message of the user after the answer to the one before, or recorded
                messages that take the place of that answer (`specbatch.jobs.replay`)
     tools      functions that the answers may call
-    misplaced  sampling parameters that the line has beside the prompt, where they are not read
+    unread     keys of the line, or columns of the data set, that are not read
     """
 
     line: int
@@ -60,7 +61,7 @@ class Prompt:
     category: str | None = None
     later: tuple[str | list[dict[str, Any]], ...] = ()
     tools: list[dict[str, Any]] = field(default_factory=list)
-    misplaced: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def as_message(self) -> Prompt:
         """The same prompt as a user message. Raises SpecbatchError for token ids, whose text is not known."""
@@ -119,20 +120,28 @@ class MalformedLine:
 
 
 def read_prompts(
-    path: Path, setting: str = "input", forms: tuple[str, ...] = FORMS, *, takes_sampling: bool = False
+    path: Path,
+    setting: str = "input",
+    forms: tuple[str, ...] = FORMS,
+    *,
+    takes_sampling: bool = False,
+    log: Callable[[str], None] = lambda line: None,
 ) -> list[Prompt]:
     """All prompts of a JSONL file or a data set, in one of the `forms`; blank lines are skipped. Raises SpecbatchError
     with the number of the first malformed line.
 
     takes_sampling   whether the caller uses the sampling parameters of lines; else a line that has some is refused
+    log              called with notes of keys that are not read
     """
     prompts: list[Prompt] = []
+    unread = UnreadKeys(path, log)
     for item in scan_prompts(path, setting, forms):
         if isinstance(item, MalformedLine):
             raise refuse(setting, location(path, item.line), item.problem)
         if item.sampling and not takes_sampling:
             works = f"has {SAMPLING}, which this command does not use for single rows; leave it out"
             raise refuse(setting, location(path, item.line), works)
+        unread.add(item)
         prompts.append(item)
     return prompts
 
@@ -142,10 +151,35 @@ def params_of(prompt: Prompt, params: SamplingParams) -> SamplingParams:
     return params.with_row(prompt.sampling) if prompt.sampling else params
 
 
-def misplaced_note(source: str | Path, line: int, names: Iterable[str]) -> str:
-    """What to log of names in a row that a user may take for settings."""
-    where, listed = location(source, line), ", ".join(sorted(names))
-    return f'note: {where}: {listed} beside the prompt has no effect; parameters of a row go into "{SAMPLING}"'
+class UnreadKeys:
+    """Logs the keys of the rows of a file that are not read, each once: users may take some of them for settings."""
+
+    def __init__(self, source: str | Path, log: Callable[[str], None]) -> None:
+        self._source, self._log = source, log
+        self._last: tuple[str, ...] = ()
+        self._noted = set[str]()
+
+    def add(self, row: Prompt) -> None:
+        if row.unread == self._last or len(self._noted) > _MOST_UNREAD:
+            return
+        self._last = row.unread
+        new = sorted(set(row.unread) - self._noted)
+        self._noted.update(new)
+        where = f"note: {location(self._source, row.line)}:"
+        if misplaced := [name for name in new if name in MISPLACED]:
+            listed, works = ", ".join(misplaced), f'parameters of a row go into "{SAMPLING}"'
+            self._log(f"{where} {listed} beside the prompt has no effect; {works}")
+        if others := [name for name in new if name not in MISPLACED]:
+            shown = ", ".join(map(_with_guess, others[:_MOST_UNREAD])) + ", ..." * (len(others) > _MOST_UNREAD)
+            self._log(f"{where} keys that are not read: {shown}")
+        if len(self._noted) > _MOST_UNREAD:
+            self._log(f"{where} further keys that are not read are not listed")
+
+
+def _with_guess(name: str) -> str:
+    """A key that is not read, and the one that may have been meant."""
+    near = get_close_matches(name, (*FORMS, SAMPLING, *MISPLACED), n=1, cutoff=_SIMILAR)
+    return shown_json(name).strip('"') + (f" (did you mean {near[0]}?)" if near and near[0] != name else "")
 
 
 def unsampled_note(source: str | Path, line: int, names: Iterable[str]) -> str:
@@ -183,20 +217,29 @@ class PromptReader:
 
     def __init__(self, forms: tuple[str, ...] = FORMS, column: str | None = None) -> None:
         self._forms = forms if column is None else (column,)
+        self._known = {*self._forms, SAMPLING, _IDS[0], *((_IDS[1], "category") if TURNS in forms else ())}
+        self._columns: list[str] = []  # of a data set, that are not read
 
     def rows(
         self, setting: str, source: str | Path, split: str | None, *, version: InputVersion | None = None
     ) -> Iterator[tuple[int, bytes | Any]]:
         """As `stream_rows`."""
-        return stream_rows(setting, source, self._forms, (*_IDS, SAMPLING), split, version=version)
+        return stream_rows(
+            setting, source, self._forms, (*_IDS, SAMPLING), split, version=version, unread=self._columns
+        )
 
     def read(self, number: int, row: bytes | Any) -> Prompt | MalformedLine:
         """The prompt of a line, or of a row of a data set."""
         try:
             is_plain = isinstance(row, bytes) and b"\\u" not in row and _PLACEHOLDER_BYTES not in row
-            return _prompt(parse_row(row), self._forms, number, is_plain=is_plain)
+            value = parse_row(row)
+            found = _prompt(value, self._forms, number, is_plain=is_plain)
         except MalformedRowError as error:
             return MalformedLine(number, str(error))
+        if self._columns or not self._known.issuperset(value):
+            own = (name for name, item in value.items() if item is not None and name not in self._known)
+            found.unread = (*self._columns, *own)
+        return found
 
 
 class MalformedRowError(ValueError):
@@ -245,8 +288,7 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int, *, is_plain: bool) ->
     category = row.get("category") if TURNS in forms else None
     if category is not None and (not isinstance(category, str) or not category.isprintable() or not category):
         raise MalformedRowError(f"category={shown_json(category)}: use a string")
-    misplaced = () if _MISPLACED.isdisjoint(row) else tuple(sorted(_MISPLACED & row.keys()))
-    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category, later, misplaced=misplaced)
+    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category, later)
 
 
 def _sampling(value: Any) -> dict[str, Any]:
@@ -307,6 +349,8 @@ def as_text(value: str) -> str:
 
 HALF_PAIR = "has half of a surrogate pair, which is not text; write the whole character"
 LINES = "one JSON object per line"
+_MOST_UNREAD = 20  # keys that are not read and are listed
+_SIMILAR = 0.8  # names from which a key may be misspelled
 _IDS = ("id", "question_id")  # MT-Bench has the second
 # In place of the texts that SPEED-Bench must not distribute.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"

@@ -16,6 +16,7 @@ generate --distributed ray` keeps engines full, and continues an interrupted job
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import Completion, SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.partial_output import row_seed
-from specbatch.jobs.prompts import FORMS, SAMPLING, MalformedLine, Prompt, PromptReader, params_of
+from specbatch.jobs.prompts import FORMS, MISPLACED, SAMPLING, MalformedLine, Prompt, PromptReader, params_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -62,9 +63,11 @@ class GenerateBatch:
         self._reader = PromptReader(column=column)
         self._columns = FORMS if column is None else (column,)
         self._index, self._chat_template = index, chat_template
+        self._noted = set[str]()
 
     def __call__(self, batch: Batch) -> Batch:
         count = len(next(iter(batch.values()), ()))
+        self._note_misplaced(batch)
         prompts: dict[int, tuple[list[int], SamplingParams]] = {}
         errors: dict[int, str] = {}
         for number in range(count):
@@ -99,6 +102,13 @@ class GenerateBatch:
                 ]
             ),
         }
+
+    def _note_misplaced(self, batch: Batch) -> None:
+        """Warn of columns that a user may take for parameters, each once."""
+        if new := sorted(MISPLACED & batch.keys() - {*self._columns, self._index, *self._noted}):
+            self._noted.update(new)
+            works = f'parameters of a row go into the column "{SAMPLING}"'
+            warnings.warn(f"{', '.join(new)} beside the prompt has no effect; {works}", stacklevel=3)
 
     def _read(self, number: int, row: Mapping[str, Any]) -> Prompt:
         prompt = self._reader.read(number + 1, row)

@@ -317,7 +317,8 @@ class ModelConfig:
     def may_dequantize(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether this quantized weight may have to be dequantized, because it becomes part of a matrix with other
         blocks of scales."""
-        return self.quantization is not None and self.quantization.may_dequantize(shape)
+        stored = self.format_except_ends
+        return stored is not None and stored.is_quantized(name, shape) and stored.of(name).may_dequantize(shape)
 
     def for_length(self, max_model_len: int | None) -> Self:
         """This config for an engine with this `max_model_len`, where that decides on the rope: `max_position` is the

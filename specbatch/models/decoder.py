@@ -71,12 +71,25 @@ def parameter_count(config: ModelConfig) -> int:
 
 def weight_shapes(config: ModelConfig) -> Shapes:
     """Name -> shape of the weights of a model or draft head; matrices are [out, in]."""
+    return shapes_and_matrices(config)[0]
+
+
+def shapes_and_matrices(config: ModelConfig) -> tuple[Shapes, list[tuple[str, ...]]]:
+    """`weight_shapes`, and the names of the weights that form a matrix of a decoder, where they are several."""
     of_head = config.head_shapes()
-    return decoder_shapes(config) if of_head is None else of_head
+    if of_head is not None:
+        return of_head, []
+    read = _recorded(config)
+    return read.shapes, read.joined
 
 
 def decoder_shapes(config: ModelConfig) -> Shapes:
-    """Name -> shape of the tensors that a decoder of this config reads, from building one without weights."""
+    """Name -> shape of the tensors that a decoder of this config reads."""
+    return _recorded(config).shapes
+
+
+def _recorded(config: ModelConfig) -> ShapeRecorder:
+    """What a decoder of this config reads, from building one without weights."""
     read, family, names = ShapeRecorder(config), import_module(config.module), config.names
     read(names.embedding, config.vocab_size, config.hidden_size)
     tables = layer_tables(config, 1, torch.float32, torch.device("cpu"))
@@ -87,7 +100,7 @@ def decoder_shapes(config: ModelConfig) -> Shapes:
     family.final_norm(read, names.norm)
     if not config.tie_embeddings:
         read.output_matrix(names.head, config.vocab_size)
-    return read.shapes
+    return read
 
 
 class Decoder:

@@ -29,6 +29,7 @@ class ShapeRecorder(Reader):
 
     def __init__(self, config: ModelConfig) -> None:
         self.shapes: Shapes = {}
+        self.joined: list[tuple[str, ...]] = []  # names of weights that form a matrix
         no_file: dict[str, torch.Tensor] = {}
         super().__init__(config, no_file.__getitem__, torch.bfloat16, torch.device("meta"))
 
@@ -38,6 +39,7 @@ class ShapeRecorder(Reader):
     def stack(self, groups: Sequence[Mapping[str, int]], columns: int) -> Weight:
         # Not a meta tensor per expert: a model may have 70,000 of them.
         for rows in groups:
+            self.joined += [tuple(rows)] if len(rows) > 1 else []
             for name, count in rows.items():
                 self._record(name, MatrixShape((count, columns)))
         return Weight(torch.empty(len(groups), sum(groups[0].values()), columns, dtype=self.dtype, device="meta"))

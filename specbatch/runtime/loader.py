@@ -18,7 +18,7 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.planner import size_text
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, parameter_count, tensor_shapes, weight_shapes
+from specbatch.models.decoder import Decoder, parameter_count, shapes_and_matrices, tensor_shapes, weight_shapes
 from specbatch.models.formats.format import Format, MatrixShape, Shapes
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.formats.grouped import GroupedSource
@@ -73,13 +73,19 @@ def kept_quantized(config: ModelConfig, device: torch.device) -> dict[str, int]:
     stored = config.format_except_ends
     if stored is None:
         return {}
-    found = {}
-    for name, shape in weight_shapes(config).items():
+    found, kinds = dict[str, int](), dict[str, str]()
+    shapes, matrices = shapes_and_matrices(config)
+    for name, shape in shapes.items():
         if stored.is_quantized(name, shape) and not config.may_dequantize(name, shape):
-            if stored.keeps(name, device):
-                found[name] = stored.memory(shape)
-            elif stored.keeps_groups(name, device):
-                found[name] = stored.group_memory(shape) or 0
+            form = stored.of(name)
+            if form.keeps(name, device):
+                found[name], kinds[name] = form.memory(shape), form.kind
+            elif form.keeps_groups(name, device):
+                found[name], kinds[name] = form.group_memory(shape) or 0, "groups"
+    for names in matrices:
+        if len({kinds.get(name) for name in names}) > 1:  # all of them are dequantized
+            for name in names:
+                found.pop(name, None)
     return found
 
 
@@ -96,10 +102,11 @@ def saved_by_fp8(config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> int
 
 def dequantized_bytes(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Memory of the largest weight that is dequantized for a GEMM of many rows."""
-    stored = config.quantization
-    if stored is None or not stored.dequantizes_for_gemm or not stored.runs_on(device):
+    stored, shapes = config.quantization, weight_shapes(config)
+    if stored is None:
         return 0
-    kept, shapes = kept_quantized(config, device), weight_shapes(config)
+    forms = ((name, stored.of(name)) for name in kept_quantized(config, device))
+    kept = [name for name, form in forms if form.dequantizes_for_gemm and form.runs_on(device)]
     joined = 2  # weights of one matrix: gate and up
     return joined * max((math.prod(shapes[name]) for name in kept), default=0) * dtype.itemsize
 
@@ -115,9 +122,14 @@ def quantizes_activations(
     """Do these models have FP8 GEMMs, which quantize activations, if `asked`? With float32 activations there are
     none, and checkpoints with quantized weights only were not made for FP8 ones. at_load: whether one of them is
     quantized at load."""
-    stored = [model.quantization for model in models if kept_quantized(model, device)]
-    made = any(one is not None and one.has_fp8_gemm and one.inputs for one in stored)
+    made = any(form.has_fp8_gemm and form.inputs for model in models for form in _kept_forms(model, device))
     return asked and dtype.itemsize == 2 and (made or (at_load and FP8Weights.runs_on(device)))
+
+
+def _kept_forms(config: ModelConfig, device: torch.device) -> set[Format]:
+    """The formats of the weights that stay quantized in memory."""
+    stored = config.quantization
+    return set() if stored is None else {stored.of(name) for name in kept_quantized(config, device)}
 
 
 def quantization_lines(
@@ -133,28 +145,25 @@ def quantization_lines(
         return f"{form.name} weights: dequantized to {name}, as this device has no {form.name} GEMM"
 
     if loads[0] and model.config.quantization is not None:
-        line = stored(model.config.quantization)
+        line = "; ".join(dict.fromkeys(map(stored, model.config.quantization.forms)))
         if model.dequantized:
-            line += (
-                f", but {len(model.dequantized)} dequantized to {name}, as their matrices are no whole number of scale "
-                f"blocks, such as {min(model.dequantized)}"
-            )
+            works = "as their matrices are no whole number of scale blocks"
+            if len(model.config.quantization.forms) > 1:
+                works += " or have parts of several formats"
+            line += f", but {len(model.dequantized)} dequantized to {name}, {works}, such as {min(model.dequantized)}"
         yield line
     if loads[1] and draft.quantization is not None and _has_quantized(draft):
-        yield f"draft: {stored(draft.quantization)}"
+        yield f"draft: {'; '.join(dict.fromkeys(map(stored, draft.quantization.forms)))}"
     for one, loaded in ((model.config, loads[0]), (draft, loads[1])):
-        form = one.quantization
-        if loaded and form is not None and form.inputs and not form.has_fp8_gemm:
-            yield f"{form.inputs} activations, for which the checkpoint was made: off, they are {name}"
-        if loaded and form is not None and form.irregular:
-            some = f"{len(form.irregular)} dequantized to {name}, such as {min(form.irregular)}"
-            yield f"{form.name} weights whose inputs are scaled or in another order: {some}"
+        for form in one.quantization.forms if loaded and one.quantization is not None else ():
+            if form.inputs and not form.has_fp8_gemm:
+                yield f"{form.inputs} activations, for which the checkpoint was made: off, they are {name}"
+            if form.irregular:
+                some = f"{len(form.irregular)} dequantized to {name}, such as {min(form.irregular)}"
+                yield f"{form.name} weights whose inputs are scaled or in another order: {some}"
     if draft_to_fp8:
         yield f"draft: matrices quantized at load, {stored(FP8Weights)}"
-    in_files = any(
-        one.quantization is not None and one.quantization.has_fp8_gemm and kept_quantized(one, device)
-        for one in (model.config, draft)
-    )
+    in_files = any(form.has_fp8_gemm for one in (model.config, draft) for form in _kept_forms(one, device))
     if in_files or (draft_to_fp8 and FP8Weights.runs_on(device)):
         state = "on, quantized per token and 128 columns" if quantizes else f"off, they are {name}"
         yield f"FP8 activations: {state}"

@@ -126,7 +126,9 @@ def _examples(
         described = {"answers": str(source.answers), "file_sha256": file_hash(source.answers), "answered": header}
     else:
         assert source.data is not None
-        prompts = (read_prompts(source.data, "data") if source.prompts is None else source.prompts)[: source.limit]
+        prompts = (read_prompts(source.data, "data", log=log) if source.prompts is None else source.prompts)[
+            : source.limit
+        ]
         if recipe.held_out >= len(prompts):  # before any of them is answered
             works = f"there are {len(prompts)} prompts and some must be left to train on; use fewer"
             raise refuse("held_out", recipe.held_out, works)

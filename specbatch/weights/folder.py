@@ -114,7 +114,7 @@ class FolderCheckpoint:
         unused = [] if stored is None else [name for name in found if stored.is_unused(name)]
         scales = list(filter(is_input_scale, unused))
         if scales and log is not None:
-            quantizes = stored is not None and stored.has_fp8_gemm
+            quantizes = stored is not None and any(form.has_fp8_gemm for form in stored.forms)
             works = "activations get scales as the model runs" if quantizes else "activations are not quantized"
             log(f"{name}: {len(scales)} scales are not used, such as {min(scales)}: {works}")
         head = {name: shape for name, shape in found.items() if self.config.is_mtp(name)}
@@ -139,7 +139,8 @@ class FolderCheckpoint:
             kind = self._tensors.types[name]
             types = stored.types_of(name) if kind in FILE_TYPES or stored.weight_of(name) else None
             if types is not None and kind not in types:
-                works = f"tensor {name} is {kind}; {stored.name} has it in {' or '.join(types)}"
+                own = stored.of(stored.weight_of(name) or name).name
+                works = f"tensor {name} is {kind}; {own} has it in {' or '.join(types)}"
                 raise refuse("model", str(self.folder), works)
 
     def names(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 BUNDLED = Path(__file__).with_name("prompts.jsonl")
 
 
-def read(options: CheckOptions) -> list[Prompt] | None:
-    """The rows of the options' prompts; None for random ones."""
+def read(options: CheckOptions, log: Callable[[str], None] | None = None) -> list[Prompt] | None:
+    """The rows of the options' prompts; None for random ones. log: called with notes of keys that are not read."""
     if options.random:
         return None
-    rows = read_prompts(options.source or BUNDLED)
+    rows = read_prompts(options.source, log=log or (lambda line: None)) if options.source else read_prompts(BUNDLED)
     if options.sampled:
         if options.source is None:
             by_id = {row.id: row for row in rows}

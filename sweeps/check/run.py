@@ -48,7 +48,7 @@ def run_check(
     Refused: simulated acceptance, whose text is no model's; a referee that does not fit.
     """
     refuse_simulated(config)
-    rows = check_prompts.read(options)
+    rows = check_prompts.read(options, log)
     plan = None if options.referee == "none" else plan_referee(config, options.referee)
     with ExitStack() as stack:
         base = replace(config, max_model_len=config.max_model_len or options.max_model_len)

@@ -194,7 +194,7 @@ def run_sampled(
     """Compare the sampled tokens of the engine of `config` with their exact distribution, and write what was found into
     `folder`, which exists. Refused: simulated acceptance; a referee that does not fit."""
     refuse_simulated(config)
-    rows = check_prompts.read(options)
+    rows = check_prompts.read(options, log)
     plan = plan_referee(config, options.referee)
     with load_engine("checked", config, log, weights_of=None) as engine:
         prompts, _ = check_prompts.encode(rows, options, engine, config.seed)

@@ -98,7 +98,7 @@ def run_server(
     """Compare a server with another one (`baseline`), with this engine (`own`) or with itself, probe its settings, and
     write what was found into `folder`, which exists."""
     plan = None if own is None or options.referee == "none" else plan_referee(own, options.referee)
-    prompts, names, read = prompts_of(engine, options, seed)
+    prompts, names, read = prompts_of(engine, options, seed, log)
     if baseline is not None and engine.server.send == "chat":
         baseline.know_messages(prompts, [engine.messages_of(prompt) for prompt in prompts])
     shown = shown_by(engine, prompts[0])
@@ -187,11 +187,11 @@ def run_server(
 
 
 def prompts_of(
-    engine: HttpEngine, options: CheckOptions, seed: int
+    engine: HttpEngine, options: CheckOptions, seed: int, log: Log | None
 ) -> tuple[list[list[int]], list[str | int | None], int | None]:
     """Token ids of the prompts with their names, and how many were read, None of random ones. The server renders
     messages itself."""
-    rows = check_prompts.read(options)
+    rows = check_prompts.read(options, log)
     if engine.server.send != "chat":
         return *check_prompts.encode(rows, options, engine, seed), None if rows is None else len(rows)
     if rows is None:

@@ -135,7 +135,7 @@ def run_server_sampled(
     """Test the distribution of a server's sampled tokens, and write what was found into `folder`, which exists. Raises
     SpecbatchError for a server that does not show what the test needs."""
     plan = None if own is None else plan_referee(own, options.referee)
-    prompts, _, _ = prompts_of(engine, options, seed)
+    prompts, _, _ = prompts_of(engine, options, seed, log)
     shown = shown_by(engine, prompts[0])
     _refuse_hidden(engine, shown, with_weights=own is not None)
     sets = SAMPLING if plan is not None else _KNOWN

@@ -18,7 +18,8 @@ import torch
 import typer
 from tabulate import tabulate
 
-from specbatch.errors import SpecbatchError
+from specbatch.config.flags import InFlags, flags_of
+from specbatch.errors import WORDING, SpecbatchError
 from specbatch.records.environment import hardware, versions
 from specbatch.sweeps.microbench import (
     acceptance,
@@ -54,20 +55,31 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON line instead 
 
 
 def _add(module: ModuleType, *, needs_cuda: bool, inference: bool = False) -> None:
-    def run(as_json: bool, **settings: Any) -> None:
+    """SETS of a module: settings of engines that it takes from options, by setting the options whose sum it is."""
+
+    def run(running: typer.Context, as_json: bool, **settings: Any) -> None:
+        flags = flags_of(running.command.params)
+        for setting, options in getattr(module, "SETS", {}).items():
+            flags[setting] = flags[options[0]]._replace(name=" + ".join(flags[name].name for name in options))
+        words = InFlags(flags)
+        before = WORDING.set(words)
         try:
             if needs_cuda and not torch.cuda.is_available():
                 raise SpecbatchError("needs a CUDA device and torch sees none here")
             with torch.inference_mode(inference):
                 _print(module.tables(**settings), as_json)
         except SpecbatchError as error:
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {words.message(error)}", err=True)
             raise typer.Exit(2) from None
+        finally:
+            WORDING.reset(before)
 
     shape = signature(module.tables, eval_str=True)
+    running = Parameter("running", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
     json_option = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-    run.__signature__ = shape.replace(parameters=[*shape.parameters.values(), json_option])  # type: ignore[attr-defined]
-    run.__annotations__ = {name: option.annotation for name, option in shape.parameters.items()} | {"as_json": Json}
+    parameters = [running, *shape.parameters.values(), json_option]
+    run.__signature__ = shape.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
     app.command(module.__name__.rpartition(".")[2].replace("_", "-"), help=module.__doc__)(run)
 
 

@@ -26,6 +26,9 @@ DRAFTS = {
 }
 
 
+SETS = {"max_running": ("concurrency",)}
+
+
 def tables(
     data: Annotated[Path, typer.Option(help="JSONL of question and answer.")],
     fewshot_data: Annotated[Path, typer.Option(help="JSONL whose first five rows are the examples.")],

@@ -28,8 +28,10 @@ import typer
 from scipy.stats import binomtest
 
 from specbatch import Engine, EngineConfig, SamplingParams
+from specbatch.config.values import names
+from specbatch.errors import refuse
 from specbatch.jobs.questions import bundled_questions
-from specbatch.sweeps.microbench.runner import Row, Table
+from specbatch.sweeps.microbench.runner import Row, Table, counts
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights import open_checkpoint
 from specbatch.weights.folder import FolderCheckpoint
@@ -57,6 +59,10 @@ class Found(NamedTuple):
     solved: list[bool]
 
 
+SETS = {"max_model_len": ("lengths",)}
+_CACHES = ("model", "fp8-scale-1", "fp8")
+
+
 def tables(
     model: Annotated[str, typer.Option(help="Bundled name, .gguf file or folder.")] = "smollm2-135m",
     lengths: Annotated[str, typer.Option(help="Tokens of the texts.")] = "4096,8192,16384,32768",
@@ -64,12 +70,15 @@ def tables(
     depths: Annotated[int, typer.Option(min=1, max=len(_NAMES), help="Lines to find in each text.")] = 10,
     questions: Annotated[int, typer.Option(min=0, help="Questions of GSM8K.")] = 200,
     dtype: Annotated[str, typer.Option(help="Of the model.")] = "bfloat16",
-    caches: Annotated[str, typer.Option(help="Some of model, fp8, fp8-scale-1.")] = "model,fp8-scale-1,fp8",
+    caches: Annotated[str, typer.Option(help=f"Some of {', '.join(_CACHES)}.")] = ",".join(_CACHES),
 ) -> Iterator[Table]:
-    sizes = [int(size) for size in lengths.split(",")]
+    sizes, chosen = counts("lengths", lengths), names("caches", caches)
+    if not set(chosen) <= set(_CACHES):
+        raise refuse("caches", caches, f"use some of {', '.join(_CACHES)}, with commas")
     with TemporaryDirectory() as folder:
         checkpoint = open_checkpoint(model)
-        assert isinstance(checkpoint, FolderCheckpoint), f"{model} has no weights"
+        if not isinstance(checkpoint, FolderCheckpoint):
+            raise refuse("model", model, "has no weights; use a bundled name, a .gguf file or a folder")
         documents = [one for size in sizes for one in _documents(checkpoint.tokenizer(), size, texts, depths)]
         _with_scales_of_one(checkpoint, Path(folder))
         engines = {
@@ -79,7 +88,7 @@ def tables(
         }
         found = {
             name: _measure(_config(engines[name], max(sizes), dtype, questions), documents, questions)
-            for name in caches.split(",")
+            for name in chosen
         }
     yield Table(_rows(found), f"{model}, {dtype}")
 

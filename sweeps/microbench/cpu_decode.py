@@ -20,11 +20,14 @@ import typer
 
 from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.records import environment
-from specbatch.sweeps.microbench.runner import Row, Table
+from specbatch.sweeps.microbench.runner import Row, Table, counts
 from specbatch.weights import open_checkpoint
 from specbatch.weights.known_models import KNOWN_MODELS, pull
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]  # (prompts, new tokens) -> new token ids
+
+
+SETS = {"max_model_len": ("prompt_tokens", "new_tokens"), "max_running": ("batches",)}
 
 
 def tables(
@@ -33,11 +36,11 @@ def tables(
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
     batches: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8",
     repeats: Annotated[int, typer.Option(min=1)] = 5,
-    threads: Annotated[int | None, typer.Option(help="Of both sides. Default: torch's own choice.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of both sides. Default: torch's own choice.")] = None,
 ) -> Iterator[Table]:
     if threads is not None:
         torch.set_num_threads(threads)
-    sizes = [int(size) for size in batches.split(",")]
+    sizes = counts("batches", batches)
     config = EngineConfig(
         model=model,
         device="cpu",

@@ -22,7 +22,7 @@ import typer
 from specbatch import Engine, EngineConfig, SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.extras import is_installed
-from specbatch.sweeps.microbench.runner import Row, Table
+from specbatch.sweeps.microbench.runner import Row, Table, counts
 from specbatch.weights.known_models import KNOWN_MODELS, pull
 
 Generate = Callable[[int], str]  # new tokens -> their text
@@ -46,7 +46,7 @@ def tables(
     if not is_installed("xllamacpp"):
         raise SpecbatchError("xllamacpp is not installed; pip install xllamacpp")
     path = pull(model) if model in KNOWN_MODELS else Path(model)
-    rows = (_row(path, int(count), new_tokens, repeats) for count in threads.split(","))
+    rows = (_row(path, count, new_tokens, repeats) for count in counts("threads", threads))
     yield Table(rows, f"{path.name}, {new_tokens} new tokens, float32; xllamacpp {version('xllamacpp')}")
 
 

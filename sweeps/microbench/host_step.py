@@ -21,7 +21,7 @@ from specbatch.core.step_input import StepInput
 from specbatch.engine.device.prefill import Prefilled, PrefillStep, PrefillWork
 from specbatch.engine.device.step import DecodeStep
 from specbatch.runtime.cuda_graphs import Result
-from specbatch.sweeps.microbench.runner import Row, Table
+from specbatch.sweeps.microbench.runner import Row, Table, counts
 
 
 @dataclass
@@ -57,12 +57,15 @@ class _NoPrefillStep:
         return Prefilled(Result(torch.tensor([7, 1]).expand(len(work.ending), 2)) if work.ending else None)
 
 
+SETS = {"max_model_len": ("prompt_tokens", "new_tokens"), "max_running": ("requests",)}
+
+
 def tables(
     requests: Annotated[str, typer.Option(help="Numbers of requests.")] = "256,512,1024",
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 128,
     new_tokens: Annotated[int, typer.Option(min=16)] = 256,
 ) -> Iterator[Table]:
-    rows = (_row(int(size), prompt_tokens, new_tokens) for size in requests.split(","))
+    rows = (_row(size, prompt_tokens, new_tokens) for size in counts("requests", requests))
     yield Table(rows, f"Host time of a step, {prompt_tokens} tokens in and {new_tokens} out")
 
 

@@ -18,7 +18,7 @@ import typer
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.request import SamplingParams
 from specbatch.servers.server import Server
-from specbatch.sweeps.microbench.runner import Row, Table
+from specbatch.sweeps.microbench.runner import Row, Table, counts
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -32,8 +32,8 @@ def tables(
     chunks: Annotated[int, typer.Option(min=2, help="Chunks of each answer.")] = 256,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
 ) -> Iterator[Table]:
+    sizes = counts("concurrency", concurrency)
     with _server() as url:
-        sizes = [int(size) for size in concurrency.split(",")]
         yield Table([_row(url, size, chunks, repeats) for size in sizes])
 
 

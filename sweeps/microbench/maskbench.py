@@ -52,14 +52,14 @@ class Outcome(NamedTuple):
 
 def tables(
     folder: Annotated[Path, typer.Option(help="Files of MaskBench, maskbench/data of its repository.")],
-    sample: Annotated[int, typer.Option(help="Schemas that are drawn at random; 0: all.")] = 400,
+    sample: Annotated[int, typer.Option(min=0, help="Schemas that are drawn at random; 0: all.")] = 400,
     seed: Annotated[int, typer.Option(help="Of the sample.")] = 0,
     failures: Annotated[bool, typer.Option(help="List the schemas that are not right.")] = False,
 ) -> Iterator[Table]:
     files = sorted(folder.glob("*.json"))
     if not files:
         raise refuse("folder", str(folder), "it has no JSON files; use maskbench/data of guidance-ai/jsonschemabench")
-    chosen = Random(seed).sample(files, sample) if sample else files
+    chosen = Random(seed).sample(files, min(sample, len(files))) if sample else files
     ours = Compiler(_TOKENIZER.token_bytes, {_END}, _VOCABULARY, CELLS)
     theirs = HostVocabulary(_TOKENIZER.token_bytes(), {_END}, _VOCABULARY)
     engines: dict[str, Callable[[str], Grammar]] = {

@@ -10,6 +10,8 @@ from typing import Literal
 
 import torch
 
+from specbatch.config.values import whole_numbers
+from specbatch.errors import at_least
 from specbatch.sweeps.machine.limits import gemm_rate, read_bandwidth
 from specbatch.sweeps.machine.timing import captured, interleaved_seconds
 
@@ -17,6 +19,14 @@ Call = Callable[[], object]
 Row = dict[str, object]
 Shown = Literal["GB/s", "TFLOP/s", "floor"]
 REPEATS = 9
+
+
+def counts(setting: str, text: str) -> tuple[int, ...]:
+    """Comma-separated whole numbers of at least 1."""
+    found = whole_numbers(setting, text)
+    for number in found:
+        at_least(setting, number, 1)
+    return found
 
 
 @dataclass(frozen=True)

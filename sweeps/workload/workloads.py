@@ -18,7 +18,7 @@ from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.long_text import LongText, Window
-from specbatch.jobs.prompts import Prompt, misplaced_note, params_of
+from specbatch.jobs.prompts import Prompt, UnreadKeys, params_of
 from specbatch.records.objectives import Objectives
 from specbatch.servers.server import SENT
 from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categories, read_dataset
@@ -299,11 +299,11 @@ class Workload:
 
     def notes(self) -> list[str]:
         """What to log of names in the rows of a file that have no effect, each once."""
-        found: dict[str, int] = {}
+        found: list[str] = []
+        unread = UnreadKeys(self.data or self.dataset, found.append)
         for row in self.rows:
-            for name in row.misplaced:
-                found.setdefault(name, row.line)
-        return [misplaced_note(self.data or self.dataset, line, [name]) for name, line in found.items()]
+            unread.add(row)
+        return found
 
     def refuse_unsent(self) -> None:
         """Refuse parameters in a row that are not sent to servers."""

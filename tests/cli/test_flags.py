@@ -15,8 +15,8 @@ import typer
 import specbatch
 from specbatch.cli.app import app
 from specbatch.cli.configs import Words
-from specbatch.cli.flags import flags_of, in_flags, in_keys
 from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.config.flags import flags_of, in_flags, in_keys
 from specbatch.config.speculation import Speculation
 from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError, about, refuse

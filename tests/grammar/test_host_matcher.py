@@ -10,7 +10,7 @@ import regex
 from schema_answers import tokens_of
 from trees import random_parents
 
-from specbatch.grammar.host_matcher import HostGrammar, HostMatcher, HostVocabulary, masks
+from specbatch.grammar.host_matcher import HostGrammar, HostMatcher, HostVocabulary, masks, masks_after
 from specbatch.grammar.limits import RegexError
 
 EXPRESSION = "(?:ab|b[ac]|c[cd]{1,2})*"
@@ -85,6 +85,44 @@ def test_trees() -> None:
                     assert tokens_of(rows[row]) == wanted
                 elif not set(path) & ENDS:
                     assert (rows[row] == -1).all()
+    assert not any(matcher.error for matcher in matchers)
+
+
+def test_nodes_while_drafting() -> None:
+    """As those of a verify, given the drafts before each."""
+    matchers = [started(answer) for answer in ANSWERS]
+    random = Random(2)
+    for _ in range(40):
+        width, depth = random.randrange(1, 4), random.randrange(4)
+        paths = [[random.choices(range(len(TOKENS) + 1), k=depth) for _ in range(width)] for _ in ANSWERS]
+        for answer, nodes, rows in zip(ANSWERS, paths, masks_after(matchers, paths), strict=True):
+            for path, row in zip(nodes, rows, strict=True):
+                if not set(path) & ENDS:
+                    assert tokens_of(row) == wanted if (wanted := allowed(answer + path)) else (row == -1).all()
+    assert not any(matcher.error for matcher in matchers)
+
+
+def test_drafts_end_before_the_first_that_may_not_follow_and_go_on_with_forced_ones() -> None:
+    """What is forced is the longest token, if all others that may follow are beginnings of it."""
+    matchers = [started(answer) for answer in ANSWERS]
+    random, forced = Random(3), 0
+    for _ in range(60):
+        for answer, matcher in zip(ANSWERS, matchers, strict=True):
+            drafts, drafted = random.choices(range(6), k=4), random.randrange(5)
+            wanted = list[int]()
+            for draft in drafts[:drafted]:
+                if draft not in allowed(answer + wanted):
+                    break
+                wanted.append(draft)
+            while len(wanted) < len(drafts) and (can_follow := allowed(answer + wanted)):
+                longest = max(can_follow, key=lambda token: len(TOKENS[token] or b"") if token < 9 else 0)
+                texts = [TOKENS[token] if token < 9 else None for token in can_follow]
+                if not all(text and (TOKENS[longest] or b"").startswith(text) for text in texts):
+                    break
+                wanted.append(longest)
+                forced += 1
+            assert matcher.replace(drafts, drafted) == wanted
+    assert forced > 20
     assert not any(matcher.error for matcher in matchers)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
+import datasets
 import pytest
 
 from specbatch.errors import SpecbatchError
-from specbatch.jobs.prompts import MalformedLine, Prompt, read_prompts, scan_prompts
+from specbatch.jobs.prompts import MalformedLine, Prompt, PromptReader, UnreadKeys, read_prompts, scan_prompts
 
 CHAT = [{"role": "user", "content": "x"}]
 
@@ -80,6 +82,44 @@ def test_json_file_has_an_array_or_lines(tmp_path):
         scan_prompts(path)
 
 
+def _notes(path: Path, column: str | None = None) -> list[str]:
+    """What `generate` logs of the keys of a file."""
+    reader, lines = PromptReader(column=column), list[str]()
+    unread = UnreadKeys(path, lines.append)
+    for number, row in reader.rows("input", path, None):
+        unread.add(reader.read(number, row))
+    return [line.removeprefix(f"note: {path}") for line in lines]
+
+
+def test_keys_that_are_not_read_are_named_once(tmp_path):
+    rows = [
+        {"id": 1, "prompt": "a", "sampling": None, "seed": None},
+        {"prompt": "a", "level": 3, "json_schema": {}},
+        {"prompt": "b", "level": 3, "json_shcema": {}, "turns": [], "id": "x"},
+        {"prompt": "b", "samplin": {}, "json_schema": {}, "max_new_token": 3},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert _notes(tmp_path / "in.jsonl") == [
+        ':2: json_schema beside the prompt has no effect; parameters of a row go into "sampling"',
+        ":2: keys that are not read: level",
+        ":3: keys that are not read: json_shcema (did you mean json_schema?), turns",
+        ":4: keys that are not read: max_new_token (did you mean max_new_tokens?), samplin (did you mean sampling?)",
+    ]
+    rows = [{"prompt": "a", f"key{n}": 1, f"other{n}": 1} for n in range(1000)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert _notes(tmp_path / "in.jsonl")[-1] == ":11: further keys that are not read are not listed"
+
+
+@pytest.mark.parametrize("name", ["d.csv", "d.parquet"])
+def test_columns_that_are_not_read_are_named(tmp_path, name):
+    table = datasets.Dataset.from_list([{"body": "a", "json_schema": "{}", "level": "3", "id": "x"}] * 2)
+    (table.to_csv if name == "d.csv" else table.to_parquet)(tmp_path / name)
+    assert _notes(tmp_path / name, "body") == [
+        ' row 1: json_schema beside the prompt has no effect; parameters of a row go into "sampling"',
+        " row 1: keys that are not read: level",
+    ]
+
+
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf"])
 def test_empty_file_is_an_error(scanned, content):
     with pytest.raises(SpecbatchError, match=r"in\.jsonl': has no prompts"):
@@ -105,7 +145,8 @@ def test_read_prompts_raises_for_the_first_malformed_line(tmp_path):
 )
 def test_column_has_any_form_or_the_one_of_its_name(scanned, column, value, form):
     row = {"prompt": "other", "messages": CHAT, column: value, "id": 3}
-    assert scanned(json.dumps(row).encode(), column=column) == [Prompt(1, form, value, 3)]
+    unread = tuple(name for name in ("prompt", "messages") if name != column)
+    assert scanned(json.dumps(row).encode(), column=column) == [Prompt(1, form, value, 3, unread=unread)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +53,15 @@ def test_prompts_may_be_token_ids_and_bad_rows_have_an_error(generate: GenerateB
     assert "is empty" in found["error"][1]
     assert "max_new_tokens=8" in found["error"][2]
     assert "write a JSON object with one of the keys prompt" in generate({"text": np.array(["a"])})["error"][0]
+
+
+def test_parameters_in_columns_of_their_own_are_named_once(generate: GenerateBatch) -> None:
+    batch = {"prompt": np.array(["a"]), "json_schema": objects({"type": "object"}), "source": np.array(["b"])}
+    with pytest.warns(UserWarning, match="^json_schema beside the prompt has no effect; .* go into the column"):
+        generate(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(batch)
 
 
 def test_one_answer_for_each_row() -> None:

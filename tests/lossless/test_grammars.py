@@ -72,8 +72,7 @@ def test_tokens_are_those_of_one_at_a_time(
         _check_match(one, params)
     if case.drafter != "none":
         assert engine.record().metrics["drafted_tokens"]
-        if not on_host:
-            check_drafts(case, proposals, done)
+        check_drafts(case, proposals, done)
     sampled = engine.generate(prompts, SAMPLED)
     for one, params in zip(sampled, SAMPLED, strict=True):
         _check_match(one, params)
@@ -128,7 +127,7 @@ def check_drafts(case: Case, proposals: list[Proposed], done: list[Completion]) 
                 if 2 not in answer and (can_follow := allowed_tokens(answer, params)):
                     assert draft in can_follow or len(can_follow) < topk, (answer, draft)
                     checked += 1
-    assert checked > 5
+    assert checked > 2
 
 
 def _check_match(one: Completion, params: SamplingParams) -> None:

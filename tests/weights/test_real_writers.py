@@ -30,7 +30,7 @@ REFUSED = {  # name of the folder -> message
     "gptqmodel-8-bits": "quantization_config.bits=8: it must be 4",
     "modelopt-w4a8-awq": "quant_algo='W4A8_AWQ': it must be 'FP8'",
 }
-FLOAT32_SCALES = ("modelopt-int4-awq",)  # of INT4, which a GPU rounds to 16 bits
+FLOAT32_SCALES = ("modelopt-int4-awq", "modelopt-mixed")  # of INT4, which a GPU rounds to 16 bits
 READ = sorted({path.name for path in FILES.iterdir()} - {*REFUSED, *HEADS})
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"))
 

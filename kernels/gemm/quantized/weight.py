@@ -57,10 +57,9 @@ class Weight:
         """`unpacked` values as GEMMs read them."""
         return values
 
-    def in_groups(self, inputs: int) -> Self:
-        """The same, with blocks of so many inputs, a part of those that it has."""
-        assert self.block[1] == inputs, f"{type(self).__name__} is not divided"
-        return self
+    def in_groups(self, inputs: int) -> Self | None:
+        """The same, with blocks of so many inputs, a part of those that it has; None where these are not divided."""
+        return self if self.block[1] == inputs else None
 
     def grouped(self) -> Weight | None:
         """The same as a `GroupedWeight`, for the GEMMs of a CPU; None if it has no such form."""
@@ -115,9 +114,10 @@ def concat_outputs(weights: Sequence[Weight]) -> Weight | None:
     if any(weight.shape[-2] % weight.block[0] for weight in weights[:-1]):
         return None
     inputs = min(weight.block[1] or 0 for weight in weights)
+    found = list(weights)
     if any(weight.block[1] not in (None, inputs) for weight in weights):
-        weights = [weight.in_groups(inputs) for weight in weights]
-    return _combined(weights, lambda parts: torch.cat(parts, -2))
+        found = [part for weight in weights if (part := weight.in_groups(inputs)) is not None]
+    return _combined(found, lambda parts: torch.cat(parts, -2)) if len(found) == len(weights) else None
 
 
 def concat_experts(first: W, second: W) -> W:
@@ -126,8 +126,8 @@ def concat_experts(first: W, second: W) -> W:
 
 
 def stack_experts(weights: Sequence[Weight]) -> Weight | None:
-    """Weights [out, in] as a stack; None where they are of several types."""
-    if len({type(weight) for weight in weights}) > 1:
+    """Weights [out, in] as a stack; None where they are of several types, or have different blocks."""
+    if len({(type(weight), weight.block) for weight in weights}) > 1:
         return None
     return _combined(weights, torch.stack)
 

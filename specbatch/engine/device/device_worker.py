@@ -21,7 +21,7 @@ from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.corpus import Answer, Corpus
 from specbatch.engine.device.deferred_interrupts import DeferredInterrupts
-from specbatch.engine.device.host_masks import Drafts, MaskUpload, StepInParts
+from specbatch.engine.device.host_masks import AskedHost, Drafts, MaskUpload, StepInParts
 from specbatch.engine.device.prefill import Prefilled, PrefillStep, PrefillWork
 from specbatch.engine.device.score_step import ScoreStep, ScoreWork
 from specbatch.engine.device.step import DecodeStep
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+ANSWER = "answer"  # what the other ranks are sent within a call, see `AskedHost`
 CALLS: list[str] = []  # the methods that launch work. Call them in `torch.inference_mode()`
 
 
@@ -108,7 +109,8 @@ def launches(method: Callable[Concatenate[DeviceWorker, P], T]) -> Callable[Conc
 
 
 class DeviceWorker:
-    """Owns the batch, the models' steps and their CUDA graphs. Results are device tensors; nothing waits."""
+    """Owns the batch, the models' steps and their CUDA graphs. Results are device tensors. Nothing waits but `propose`,
+    if grammars are matched on the host, which is `host`."""
 
     def __init__(
         self,
@@ -152,7 +154,7 @@ class DeviceWorker:
         self.token_check = token_check
         self.corpus = corpus
         self._shares = False  # whether requests of the next steps share prefixes
-        self._parts = StepInParts(decode_step)
+        self.host = AskedHost(batch.device)
         self.decode_counters = GraphCounters()
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
@@ -160,6 +162,9 @@ class DeviceWorker:
                 self._run, recorder, batch.slots, draft_lengths, batch.device, fewest, may_share=may_share
             )
             self.decode_counters = self.graphs.counters
+        self._parts = StepInParts(decode_step, self.decode_counters)
+        if recorder is not None:
+            self._parts.record(recorder, lambda slots, count: self._input(slots, SamplingFlags(), count))
 
     @property
     def rank(self) -> int | None:
@@ -169,6 +174,7 @@ class DeviceWorker:
     def lead(self, others: OtherRanks) -> None:
         """Have the other ranks make all calls from now on."""
         self.others = others
+        self.host.tell = lambda answer: others.send(ANSWER, (answer,))
         if self.token_check is not None:
             self.token_check.report = others.report
 
@@ -221,10 +227,9 @@ class DeviceWorker:
     @launches
     def propose(self, slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int) -> Drafts:
         """Begin a decode step that waits for masks of grammars on the host: draft. `verify` and `accept` follow."""
-        self.decode_counters.fall_back("off" if self.graphs is None else "grammar on the host")
         with use_fp8_activations(self._fp8):
             step = self._input(upload(slots, self.batch.device), flags, num_drafts, self._shares, bound)
-            return self._parts.propose(step)
+            return self._parts.propose(step, self.host)
 
     @launches
     def verify(self) -> None:
@@ -306,7 +311,6 @@ class DeviceWorker:
         bound: int | None = None,
     ) -> Result:
         """One decode step over slots [B]; what a graph records."""
-        bound = self.batch.width - 1 if bound is None else bound
         with use_fp8_activations(self._fp8):
             step = self._input(slots, flags, num_drafts, shares, bound)
             if drafting is None:
@@ -315,7 +319,11 @@ class DeviceWorker:
             drafts = self._input(slots[:drafting], flags, num_drafts, False, bound)
             return self.decode_step.split(step, drafts, self._input(slots[drafting:], flags, 0, False, bound))
 
-    def _input(self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, shares: bool, bound: int) -> StepInput:
+    def _input(
+        self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, shares: bool = False, bound: int | None = None
+    ) -> StepInput:
+        """bound: see `decode`; None for any, as in a graph."""
+        bound = self.batch.width - 1 if bound is None else bound
         lengths, sampling = self.batch.look_up(slots, flags)
         prefixes = self.batch.shared_prefixes(len(slots)) if shares else None
         return StepInput(self.batch, slots, lengths, num_drafts, self._page_size, bound, sampling, prefixes=prefixes)
@@ -369,7 +377,7 @@ class DeviceWorker:
         """Free all recordings; everything runs eagerly from now on."""
         for item in self.recordings():
             item.drop()
-        self.graphs = None
+        self.graphs = self._parts.graphs = None
 
     def warm_ups(self) -> list[Program]:
         """Prefill passes that compile whatever runs between the segments, which are not recorded yet: it has the static

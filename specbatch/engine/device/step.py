@@ -94,15 +94,23 @@ class DecodeStep:
 
     def verify(self, step: StepInput, proposal: Proposal) -> Verified:
         """Run the target over the roots and their drafts, or over the rows `proposal.packed` of them, in one pass."""
+        return self.score(step, proposal, *self.forward(step, proposal))
+
+    def forward(self, step: StepInput, proposal: Proposal) -> tuple[Features, torch.Tensor]:
+        """The target's layers: features of the rows, and positions int64 [B * N] of all nodes."""
         num_queries, packed = proposal.tokens.shape[1] + 1, proposal.packed
         tokens, positions = step.batch.stage(step.slots, proposal.tokens, proposal.ancestors)
         metadata = step.decode_metadata(step.lengths, num_queries, proposal.ancestors, packed=packed)
         context = metadata.bind(self.cache)
-        is_greedy = not step.sampling.flags.needs_logits
         rows = (tokens, positions) if packed is None else gather_rows(tokens, positions, packed.places)
         model = self.model.with_aux(()) if self._is_idle(step) else self.model
-        features = model.forward(*rows, context)
-        scores = model.scores(features.last, greedy=is_greedy)
+        return model.forward(*rows, context), positions
+
+    def score(self, step: StepInput, proposal: Proposal, features: Features, positions: torch.Tensor) -> Verified:
+        """The target's output matrix, after `forward`."""
+        num_queries, packed = proposal.tokens.shape[1] + 1, proposal.packed
+        is_greedy = not step.sampling.flags.needs_logits
+        scores = self.model.scores(features.last, greedy=is_greedy)
         if packed is not None:
             scores = _spread_scores(scores, packed, greedy=is_greedy)
             last, aux = features

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -50,7 +50,7 @@ def main() -> None:
     os._exit(1)  # at once: a collective of this rank may be under way
 
 
-def follow(calls: Iterable[Call], send: Callable[[Message], None], ranks: Communicator, device: str) -> None:
+def follow(calls: Iterator[Call], send: Callable[[Message], None], ranks: Communicator, device: str) -> None:
     """Build this rank's parts of engines and make the calls of rank 0, in their order. Report which parts are built."""
     engines: dict[int, EngineParts] = {}
     for engine, name, arguments in calls:
@@ -58,6 +58,7 @@ def follow(calls: Iterable[Call], send: Callable[[Message], None], ranks: Commun
             engines[engine] = parts = _build(engines, partial(_send_progress, send, engine), ranks, device, *arguments)
             if parts.worker.token_check is not None:
                 parts.worker.token_check.report = lambda *copied, engine=engine: send(Digests(engine, *copied))
+            parts.worker.host.receive = lambda: next(calls)[2][0]
             send(Built(engine))
         elif name == CLOSE:
             engines.pop(engine).worker.close()

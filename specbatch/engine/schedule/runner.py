@@ -14,10 +14,11 @@ from specbatch.core.request import Logprobs, Request
 from specbatch.core.sampling_flags import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.schedule.draft_length import Choice, DraftLength, Requests
+from specbatch.engine.schedule.host_grammars import HostDrafting, host_masks
 from specbatch.engine.schedule.plans import ScheduledChunk, ScheduledRequest
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.schedule.smaller_batch import Launch
-from specbatch.engine.schedule.worker_calls import admission, host_masks, prefill_work, scored
+from specbatch.engine.schedule.worker_calls import admission, prefill_work, scored
 from specbatch.memory.shared_prefixes import PrefixGroups
 from specbatch.records.steps import Counters
 from specbatch.runtime.cuda_graphs import Result
@@ -204,6 +205,7 @@ class Runner:
         self, requests: Sequence[ScheduledRequest], slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int
     ) -> Result:
         """A decode step that waits for its drafts: grammars on the host tell which tokens may follow them."""
+        self._worker.host.answers = HostDrafting(requests)
         drafts = self._worker.propose(slots, flags, num_drafts, bound)
         copy = AsyncCopy(*(item for item in drafts if item is not None), stream=self._stream)
         self._worker.verify()

@@ -9,9 +9,9 @@ from specbatch.core.attention_metadata import PromptChunk
 from specbatch.core.device_batch import Admission
 from specbatch.core.request import Request
 from specbatch.core.sampling_flags import SamplingFlags
-from specbatch.engine.device.host_masks import MaskUpload
 from specbatch.engine.device.prefill import PrefillWork
-from specbatch.engine.schedule.plans import PrefillPlan, ScheduledChunk, ScheduledRequest
+from specbatch.engine.schedule.host_grammars import host_masks
+from specbatch.engine.schedule.plans import PrefillPlan, ScheduledChunk
 from specbatch.grammar.token_automaton import FREE
 
 # Odd, and no small multiple of the offset between the streams of a seed (`rng.offset_of`), so that no two samples share
@@ -53,27 +53,6 @@ def scored(chunk: ScheduledChunk) -> int:
     return max(min(chunk.end, request.prompt_len - 1) - chunk.start, 0) if request.lacks_prompt_logprobs else 0
 
 
-def host_masks(
-    requests: Sequence[ScheduledRequest],
-    drafts: Sequence[list[int]] = (),
-    ancestors: Sequence[list[int]] | None = None,
-) -> MaskUpload | None:
-    """What grammars on the host allow after the tokens of requests, and after each draft; None if there are none.
-
-    drafts: of all requests of a decode step, those that count; ancestors: see `Proposal`, of a tree."""
-    matchers = [(place, item.request.matcher) for place, item in enumerate(requests) if item.request.matcher]
-    if not matchers:
-        return None
-    from specbatch.grammar.host_matcher import masks
-
-    for place, matcher in matchers:
-        matcher.follow(requests[place].request.output)
-    places = [place for place, _ in matchers]
-    given = [drafts[place] if drafts else [] for place in places]
-    parents = None if ancestors is None else [_parents(ancestors[place], len(drafts[place])) for place in places]
-    return MaskUpload(places, masks([matcher for _, matcher in matchers], given, parents))
-
-
 def prefill_work(plan: PrefillPlan, counts: Sequence[tuple[ScheduledChunk, int]], *, drafts: bool) -> PrefillWork:
     """A prefill pass. counts: what `scored` returns for each chunk; drafts: whether the drafter runs."""
     chunks = plan.chunks
@@ -101,8 +80,3 @@ def _grammar(request: Request) -> tuple[int, int, int, int]:
     if automaton is None:
         return 0, 0, 0, FREE
     return start, start + automaton.classes.size, automaton.row, automaton.after(request.output)
-
-
-def _parents(ancestors: Sequence[int], drafts: int) -> list[int]:
-    """Of the first drafts of a tree the node before each: the last one that it sees beside itself."""
-    return [(ancestors[node] & ~(1 << node)).bit_length() - 1 for node in range(1, drafts + 1)]

@@ -172,7 +172,7 @@ def _check_deterministic_on_cuda(
         raise refuse("deterministic", True, f"{works}; use an H100 or H200, or device='cpu'")
     if config.attention_backend not in ("auto", "triton"):
         raise refuse("attention_backend", config.attention_backend, f"{why} runs triton only; use auto or triton")
-    is_fp8 = target.quantization is not None and target.quantization.has_fp8_gemm
+    is_fp8 = target.quantization is not None and any(form.has_fp8_gemm for form in target.quantization.forms)
     if is_fp8 and not quantizes_activations(config.fp8_activations, dtype, device, target):
         raise refuse("fp8_activations", False, f"{why} multiplies FP8 weights by FP8 activations only; use True")
     for size in target.input_widths:

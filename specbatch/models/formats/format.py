@@ -101,6 +101,15 @@ class Format(ABC):
     inputs: str | None = None
     irregular: frozenset[str] = frozenset()
 
+    @property
+    def forms(self) -> tuple[Format, ...]:
+        """The formats of the weights, of which most checkpoints have one."""
+        return (self,)
+
+    def of(self, name: str) -> Format:
+        """The format of the quantized weight `name`. Raises SpecbatchError if it has none."""
+        return self
+
     # The config.json.
 
     @classmethod
@@ -170,7 +179,7 @@ class Format(ABC):
         parts = module.split(".")
         starts = [".".join(parts[: place + 1]) for place in range(len(parts))]
         names = {*starts, *(".".join(parts[place:]) for place in range(len(parts)))}
-        return self.plain.isdisjoint(names) and not any(_matches(pattern, module) for pattern in self.patterns)
+        return self.plain.isdisjoint(names) and not any(matches(pattern, module) for pattern in self.patterns)
 
     def except_for(self, modules: frozenset[str]) -> Self:
         """This, without these modules."""
@@ -222,6 +231,11 @@ class Format(ABC):
     @abstractmethod
     def memory(self, shape: Shape) -> int:
         """Bytes that a quantized weight takes in memory, with its scales."""
+
+    @property
+    def kind(self) -> str:
+        """Weights of formats with the same kind can form one matrix."""
+        return self.name
 
     def may_dequantize(self, shape: Shape) -> bool:
         """Whether concatenating this weight with others may cut its blocks."""
@@ -276,7 +290,8 @@ def is_input_scale(name: str) -> bool:
     return name.endswith(_OF_INPUTS)
 
 
-def _matches(pattern: str, module: str) -> bool:
+def matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression after "re:", or a name with wildcards, is that of a module."""
     if pattern.startswith(PATTERN):
         return re.match(pattern.removeprefix(PATTERN), module) is not None
     return fnmatchcase(module, pattern)

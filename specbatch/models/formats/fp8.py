@@ -112,6 +112,10 @@ class FP8Weights(Format):
     def memory(self, shape: Shape) -> int:
         return math.prod(shape) + 4 * math.prod(self.scale_shape(shape))
 
+    @property
+    def kind(self) -> str:
+        return "FP8 per channel" if self.per_channel else "FP8 in blocks"
+
     def may_dequantize(self, shape: Shape) -> bool:
         return not self.per_channel and bool(shape[-2] % SCALE_BLOCK)
 

@@ -282,6 +282,10 @@ class Int4Weights(Format):
         values = math.prod(shape)
         return values // 2 + 4 * values // self.input_step  # a word of a scale and a zero point
 
+    @property
+    def kind(self) -> str:
+        return f"INT4 in groups of {self.input_step}"
+
     def group_memory(self, shape: Shape) -> int | None:
         values = math.prod(shape)
         return values // 2 + 8 * values // self.input_step  # scale and offset, in float16 where that is exact

@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specbatch.files.config_values import table_of
+from specbatch.errors import SpecbatchError
+from specbatch.files.config_values import names_of, table_of
 from specbatch.models.formats.cache_scales import cache_type
 from specbatch.models.formats.eight_bits import Int8Weights
 from specbatch.models.formats.format import Format, Group
 from specbatch.models.formats.fp4 import Mxfp4Matrices, Nvfp4Weights
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.formats.int4 import Int4Weights
+from specbatch.models.formats.mixed import MixedWeights
 from specbatch.models.formats.mxfp4 import Mxfp4Weights
-from specbatch.models.formats.settings import KEY, expect, refuse_setting, unquantized
+from specbatch.models.formats.settings import KEY, check_patterns, expect, refuse_setting, unquantized
 
 # What describes quantized weights, of methods that may quantize the KV cache alone.
+_MIXED, _LAYERS = "MIXED_PRECISION", "quantized_layers"
+_OF_ALL = ("quant_algo", "group_size", _LAYERS)  # settings of layers, and not of a mixed config
 _OF_WEIGHTS = {"compressed-tensors": "config_groups", "modelopt": "quant_algo"}
 FORMATS: tuple[type[Format], ...] = (
     FP8Weights,
@@ -61,20 +65,42 @@ def _compressed_tensors(found: dict[str, Any]) -> Format:
     if sparsity != "dense":
         raise refuse_setting("sparsity_config.format", sparsity, "it must be 'dense'")
     groups, modules = table_of(found, "config_groups"), unquantized(found, "ignore")
-    formats = [_of_group(Group(f"config_groups.{name}", table_of(groups, name), found, modules)) for name in groups]
-    if not formats:
+    if not groups:
         raise refuse_setting("config_groups", groups, "it must describe how weights are quantized")
-    if any(form != formats[0] for form in formats):
-        works = "weights must be quantized in one way; leave others out"
-        raise refuse_setting("config_groups", sorted(groups), works)
-    return formats[0]
+    formats = []
+    for name in groups:
+        group = Group(f"config_groups.{name}", table_of(groups, name), found, modules)
+        targets = names_of(group.settings, "targets") or []
+        check_patterns(f"{group.where}.targets", targets)
+        formats.append((_of_group(group), targets))
+    mixed = MixedWeights.of_targets(formats)
+    for (_, targets), name in zip(formats, groups, strict=True):
+        if len(mixed.forms) > 1 and not targets:
+            raise refuse_setting(f"config_groups.{name}.targets", targets, "beside other groups it must name layers")
+    return mixed
 
 
 def _modelopt(found: dict[str, Any]) -> Format:
+    if str(found.get("quant_algo")).upper() == _MIXED:
+        layers = table_of(found, _LAYERS)
+        if not layers:
+            works = f"{_MIXED} needs the format of each layer, in hf_quant_config.json or config.json"
+            raise refuse_setting(_LAYERS, layers, works)
+        return MixedWeights.of_targets([(_of_layer(name, table_of(layers, name), found), [name]) for name in layers])
     readers = {name: read for form in FORMATS for name, read in form.algorithms().items()}
     algorithm = str(found.get("quant_algo")).upper()  # versions differ
     expect(found | {"quant_algo": algorithm} if algorithm in readers else found, "quant_algo", *readers)
     return readers[algorithm](found | {"quant_algo": algorithm})
+
+
+def _of_layer(name: str, layer: dict[str, Any], found: dict[str, Any]) -> Format:
+    """The format of an entry of `quantized_layers`, which has the keys of a whole config."""
+    try:
+        return _modelopt({key: value for key, value in found.items() if key not in _OF_ALL} | layer)
+    except SpecbatchError as error:
+        key = str(error.setting).removeprefix(f"{KEY}.")
+        works = str(error.works).partition(";")[0]
+        raise refuse_setting(f"{_LAYERS}.{name}.{key}", error.value, works) from None
 
 
 def _of_group(group: Group) -> Format:

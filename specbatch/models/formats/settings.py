@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from specbatch.errors import SpecbatchError, refuse
@@ -16,13 +17,19 @@ def unquantized(found: dict[str, Any], *keys: str) -> Modules:
     """Names and patterns of the modules that are not quantized, listed under one of these keys."""
     key = spelled(found, *keys)
     listed = names_of(found, key) or []
-    patterns = [name for name in listed if name.startswith(PATTERN) or "*" in name]
+    patterns = check_patterns(key, listed)
+    return frozenset(listed) - set(patterns), tuple(patterns)
+
+
+def check_patterns(key: str, names: Iterable[str]) -> list[str]:
+    """The patterns among names of modules, which must be regular expressions or have wildcards."""
+    patterns = [name for name in names if name.startswith(PATTERN) or "*" in name]
     for pattern in patterns:
         try:
             re.compile(pattern.removeprefix(PATTERN) if pattern.startswith(PATTERN) else "")
         except re.error as error:
             raise refuse_setting(key, pattern, f"it is no regular expression ({error})") from None
-    return frozenset(listed) - set(patterns), tuple(patterns)
+    return patterns
 
 
 def packing_of(group: Group, *works: str) -> str:

@@ -99,14 +99,14 @@ def with_shared(
     of all experts of the mixture `stem`, and the number of these slices."""
     inner, width = routed[1].shape[2], shared[1].shape[1]
     weights = (*routed, *shared)
-    sliced = _slices(*shared, inner, activation) if len({type(weight) for weight in weights}) == 1 else None
+    sliced = _slices(*shared, inner, activation) if len({(type(one), one.block) for one in weights}) == 1 else None
     if sliced is None and any(weight.is_quantized for weight in routed):
         # They are most of a model, so they are not dequantized to twice the size.
         if read.to_fp8:
             works = f"{stem} has experts of widths {inner} and {width}, which must be multiples of {SCALE_BLOCK}"
             raise refuse("draft_quantization", "fp8", f"{works}; leave it out")
         assert read.config.quantization is not None
-        kind = read.config.quantization.name
+        kind = " and ".join(form.name for form in read.config.quantization.forms)
         works = f"{stem} is {kind}: its shared expert must be {kind}, too, and both widths whole numbers of groups"
         raise refuse("shared expert", f"widths {inner} and {width}", works)
     if sliced is None:

@@ -135,7 +135,7 @@ IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.l
         (scheme(symmetric=False), "weights.symmetric=False"),
         (scheme(strategy="block", block_structure=[64, 64]), r"block_structure=\[64, 64\]"),
         (with_group(input_activations={"type": "int", "num_bits": 8}), "input_activations='INT8': .* in FP8 or not"),
-        (TWO, "config_groups=.*quantized in one way"),
+        (TWO, r"config_groups.group_1.targets=\[\]: beside other groups it must name layers"),
         (scheme() | {"config_groups": {}}, "config_groups"),
         (scheme() | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.format"),
         (scheme() | {"transform_config": {"config_groups": {"a": {}}}}, "transform_config"),

@@ -6,17 +6,22 @@ import json
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
+from specbatch.config.flags import InFlags, flags_of
+from specbatch.errors import refuse
 from specbatch.sweeps.microbench import runner
 from specbatch.sweeps.microbench.__main__ import app
 from specbatch.sweeps.microbench.runner import Case, Table
 
 ON_A_CPU = {"acceptance", "cache-accuracy", "cpu-decode", "cpu-gemm", "cpu-llama", "host-step", "http-client"}
 ON_A_CPU |= {"job-memory", "maskbench", "state-sizes"}
+COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 KERNELS = sorted({str(command.name) for command in app.registered_commands} - ON_A_CPU)
 
 
@@ -26,6 +31,33 @@ def test_benchmark_of_kernels_is_refused_without_a_device(name):
     result = CliRunner().invoke(app, [name])
     assert result.exit_code == 2
     assert (result.stdout, result.stderr) == ("", "error: needs a CUDA device and torch sees none here\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("maskbench --folder nowhere", "--folder='nowhere': it has no JSON files"),
+        ("host-step --requests 1,x", "--requests='1,x': use whole numbers of at least 1"),
+        ("cpu-decode --batches 0", "--batches=0: use a whole number of at least 1"),
+        ("cpu-decode --prompt-tokens 9999", "--prompt-tokens + --new-tokens=10063: the model supports at most 8192"),
+        ("http-client --concurrency -1", "--concurrency=-1: use a whole number of at least 1"),
+        ("cache-accuracy --caches fp9", "--caches='fp9': use some of model, fp8-scale-1, fp8"),
+        ("acceptance --data a --fewshot-data b", "--fewshot-data='b': cannot be read"),
+    ],
+)
+def test_refusals_name_flags(words, message):
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {message}")
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_each_option_is_named_as_it_is_written(command):
+    """Of all commands, also those that need a GPU."""
+    flags = flags_of(COMMANDS[command].params)
+    for item in COMMANDS[command].params:
+        message = InFlags(flags).message(refuse(item.name, 3, "use more"))
+        assert message.split("=")[0] in (*item.opts, *item.secondary_opts)
 
 
 def test_variants_run_interleaved_and_times_are_per_operation(monkeypatch):

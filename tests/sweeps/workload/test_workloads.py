@@ -409,8 +409,11 @@ def test_parameters_beside_a_prompt_are_noted(tmp_path):
     rows = ({"prompt": "a"}, {"prompt": "b", "temperature": 1, "max_tokens": 3}, {"prompt": "c", "temperature": 1})
     file = written(tmp_path, *rows)
     assert Workload(file).notes() == [
-        f'note: {file}:2: {name} beside the prompt has no effect; parameters of a row go into "sampling"'
-        for name in ("max_tokens", "temperature")
+        f"note: {file}:2: max_tokens, temperature beside the prompt has no effect; "
+        'parameters of a row go into "sampling"'
+    ]
+    assert Workload(written(tmp_path, {"question": "a", "answer": "b"})).notes() == [
+        f"note: {file}:1: keys that are not read: answer"
     ]
 
 

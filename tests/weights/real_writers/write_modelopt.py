@@ -6,6 +6,7 @@ import copy
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import modelopt.torch.quantization as mtq
 import torch
@@ -27,7 +28,10 @@ KINDS = {
     "modelopt-int4-blocks": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
     "modelopt-w4a8-awq": "W4A8_AWQ_BETA_CFG",
     "modelopt-mxfp4": "MXFP4_DEFAULT_CFG",
+    "modelopt-mixed": "FP8_DEFAULT_CFG",
 }
+# Quantizers of modules that have another format than the others.
+MIXED = {"*layers.0.mlp*": "NVFP4_DEFAULT_CFG", "*layers.1.mlp*": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG"}
 
 
 def weights(written: Path) -> dict[str, torch.Tensor]:
@@ -50,6 +54,15 @@ def weights(written: Path) -> dict[str, torch.Tensor]:
         else:
             found[name] = int4_weight(values, scale, stored.get(name.replace("weight", "pre_quant_scale")))
     return found
+
+
+def of_modules(pattern: str, kind: str) -> list[dict[str, Any]]:
+    """What a configuration says of all quantizers, for those of some modules."""
+    return [
+        item | {"quantizer_name": pattern + item["quantizer_name"]}
+        for item in getattr(mtq, kind)["quant_cfg"]
+        if item["quantizer_name"] in ("*weight_quantizer", "*input_quantizer")
+    ]
 
 
 def fp8_weight(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -75,6 +88,8 @@ def main(out: Path, names: list[str]) -> None:
             config = copy.deepcopy(getattr(mtq, KINDS[name]))
             if name.endswith("-cache"):
                 config = update_quant_cfg_with_kv_cache_quant(config, mtq.FP8_KV_CFG["quant_cfg"])
+            if name.endswith("-mixed"):
+                config["quant_cfg"] += [item for pattern, kind in MIXED.items() for item in of_modules(pattern, kind)]
             mtq.quantize(model, config, lambda model: [model(ids) for ids in calibration().split(1)])
             export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=str(written))
             keep(written, out / name, None if name in REFUSED else weights(written))

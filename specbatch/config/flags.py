@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from specbatch.config.engine_config import Graphs
@@ -55,6 +55,19 @@ def flags_of(params: Iterable[Any]) -> dict[str, Flag]:
     if "max_len" in found:  # of train-draft, whose engine holds the longest example
         found["max_model_len"] = found["max_len"]
     return found | {other: found[name] for other, name in _OTHER_NAMES.items() if name in found}
+
+
+@dataclass(frozen=True)
+class InFlags:
+    """The wording of a command: its `flags` in place of settings."""
+
+    flags: Mapping[str, Flag]
+
+    def message(self, error: SpecbatchError) -> str:
+        return in_flags(error, self.flags)
+
+    def reason(self, error: SpecbatchError) -> str:
+        return in_flags(error, self.flags)
 
 
 def in_flags(error: SpecbatchError, flags: Mapping[str, Flag]) -> str:
