@@ -26,7 +26,7 @@ from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import read_records
 from specbatch.sweeps.report.heading import made_up
-from specbatch.sweeps.report.variants import RATE, rate_of
+from specbatch.sweeps.report.parts import RATE, rate_of
 
 if TYPE_CHECKING:
     import pandas as pd
