@@ -20,9 +20,6 @@ from specbatch.sweeps.report.parts import MODES, THINKING, folders_of
 
 __all__ = ["ThinkingGrids", "ThinkingReports", "folders_of", "in_modes"]
 
-THINKING = AXIS.name
-folders_of = AXIS.folders
-
 
 def in_modes(options: EvalOptions, folder: Path) -> dict[str, EvalOptions]:
     """The options of each mode, with its folder in `folder` as output."""

@@ -31,7 +31,7 @@ def axis_of(options: Mapping[str, Any]) -> tuple[str, list[Any]] | None:
     """The option of a workload that was given several values, and these; None without one. Refuses two."""
     several = {name: value for name in AXES if isinstance(value := options.get(name), list)}
     for name, value in several.items():
-        each_once(name, value)
+        each_once(name, [f"{one:g}" if isinstance(one, float) else one for one in value])
     if len(several) > 1:
         first, other = several
         raise refuse(other, ",".join(map(str, several[other])), f"{first} has several, too; give one value")
