@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
@@ -71,6 +71,11 @@ def parameter_count(config: ModelConfig) -> int:
 
 def weight_shapes(config: ModelConfig) -> Shapes:
     """Name -> shape of the weights of a model or draft head; matrices are [out, in]."""
+    return _recorded(config).copy()
+
+
+@lru_cache(16)  # start-up asks for the same ones a dozen times, of models with up to 70,000 weights
+def _recorded(config: ModelConfig) -> Shapes:
     of_head = config.head_shapes()
     return decoder_shapes(config) if of_head is None else of_head
 
