@@ -189,8 +189,8 @@ class ToyTokenizer:
 
 
 class ToyCheckpoint:
-    """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-foreign" (31 tokens of other texts), and
-    "toy-nan"."""
+    """Random weights in memory. Names: "toy", "toy-2" (another seed), "toy-foreign" (31 tokens of other texts),
+    "toy-deep" (a layer more), and "toy-nan"."""
 
     origin = "memory"
     mtp: dict[str, tuple[int, ...]] = {}  # noqa: RUF012
@@ -206,7 +206,7 @@ class ToyCheckpoint:
                 "vocab_size": vocabulary,
                 "hidden_size": 32,
                 "intermediate_size": 48,
-                "num_hidden_layers": 4,
+                "num_hidden_layers": 4 if name == "toy-deep" else 3,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "max_position_embeddings": 512,
@@ -238,7 +238,7 @@ TOY_BLOCK: dict[str, Any] = {
     "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
     "head_dim": 12, "max_position_embeddings": 512, "rms_norm_eps": 1e-4, "rope_theta": 3000.0,
     "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 9,
-    "num_target_layers": 4, "block_size": 5, "dflash_config": {"mask_token_id": 34, "target_layer_ids": [2, 0]},
+    "num_target_layers": 3, "block_size": 5, "dflash_config": {"mask_token_id": 34, "target_layer_ids": [1, 0]},
 }  # fmt: skip
 
 _MARKOV = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 8, "enable_confidence_head": False}
