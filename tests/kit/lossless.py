@@ -34,7 +34,7 @@ RETRACTED += ("xpress",)
 REPEATED = ("eagle3-auto", "peagle-auto", "eagle3-corpus-budget", "mtp-budget", "dflash-budget", "dflash-corpus")
 REPEATED += ("dflash-auto", "dspark-budget", "lilicorr-auto")
 
-NEW, LONGER = 8, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
+NEW, LONGER = 6, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 _SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
