@@ -175,14 +175,14 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
         ({"speculation": Speculation("standalone", draft=draft)}, f"draft={draft!r}", works)
         for draft, works in [
             ("toy-foreign", "shares no text with it"),
-            ("self:skip=4", "layers 0-3"),
-            ("self:skip=0-3", "keep at least one"),
+            ("self:skip=3", "layers 0-2"),
+            ("self:skip=0-2", "keep at least one"),
             ("self:skip=2-1", "self:skip=FIRST-LAST"),
             ("self:skip=", "self:skip=FIRST-LAST"),
             ("self:skip=a-b", "self:skip=FIRST-LAST"),
             ("self:skip=1,,2", "self:skip=FIRST-LAST"),
             ("self:skip=-1", "self:skip=FIRST-LAST"),
-            ("self:skip=1-99999999999", "layers 0-3"),
+            ("self:skip=1-99999999999", "layers 0-2"),
             ("self:layers=1", "self:skip=FIRST-LAST"),
             ("self:", "self:skip=FIRST-LAST"),
         ]
