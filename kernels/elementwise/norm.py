@@ -16,11 +16,8 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
     wide = x.float()
-    if is_deterministic():
-        squares = row_sum(wide * wide).unsqueeze(-1)
-    else:
-        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-    scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
+    squares = row_sum(wide * wide) if is_deterministic() else torch.linalg.vecdot(wide, wide)
+    scale = squares.unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
     return (wide * scale).to(x.dtype).mul_(weight)
 
 
