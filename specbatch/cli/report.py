@@ -68,7 +68,7 @@ def report(
 
     report.html is a single file that needs no network. Files of an earlier report are replaced; records are only read.
     """
-    from specbatch.records.archive import pack
+    from specbatch.records.archive import pack, unpacked
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.bench.sections import KINDS, kind_of
     from specbatch.sweeps.bench.tables import write_tables
@@ -79,14 +79,19 @@ def report(
     asked = [Pivot.parse(text) for text in pivot or ()]
     if records is not None:
         pack(folder, records)
-    sections = sorted(path.parent for path in folder.glob(f"*/{PLAN}"))
     if asked and _has_several(folder):
         files = write_pivots(folder, output or folder, asked)
         text = "\n".join([files[0].read_text(encoding="utf-8"), *map(str, files)])
         named = {"report": str(files[0]), "files": list(map(str, files))}
         show(text, named, as_json=as_json, kept=str(files[0]))
         return
-    if sections and all(kind_of(section.name) in KINDS for section in sections):  # of a bench
+    with unpacked("folder", folder) as place:
+        is_archive, is_sweep = place != folder, (place / PLAN).exists()
+        sections = [folder / path.parent.name for path in sorted(place.glob(f"*/{PLAN}"))]
+        is_bench = bool(sections) and all(kind_of(section.name) in KINDS for section in sections)
+        has_parts = not (is_sweep or is_bench or (is_archive and output is None))  # the last is refused below
+        summary = write_parts(place, output)[0] if has_parts else ""
+    if is_bench and not is_archive:
         if output is not None:
             raise refuse("output", str(output), "the tables of a bench are written to its folder; leave it out")
         write_tables(folder)
@@ -99,7 +104,7 @@ def report(
             kept=str(paths[-1]),
         )
         return
-    if not (folder / PLAN).exists() and (summary := write_parts(folder, output)[0]):
+    if summary:
         path = (output or folder) / "summary.md"
         pages = [str(write_report(one, output and output / one.name)[-1]) for one in sections]
         lines = "\n".join([f"{summary}\n{path}", *pages])

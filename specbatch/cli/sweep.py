@@ -142,7 +142,6 @@ def sweep(
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
-    from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.report.parts import MODES, RATE, THINKING, folders_of, write_parts
     from specbatch.sweeps.run.benchmark import SweepOptions
@@ -217,7 +216,8 @@ def sweep(
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return
-    resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
+    among = f"{axis[0].replace('_', '-')}-*" if axis else "*" if len(by_model(engines)) > 1 else ""
+    resumes = "*" if output is not None and _continues(output, among) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
         options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
@@ -268,6 +268,15 @@ def sweep(
     swept = [folder] if axis is None else [*folders_of(folder, axis[0], tuple(parts)).values()]
     if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, swept))):
         raise typer.Exit(1)
+
+
+def _continues(folder: Path, among: str) -> bool:
+    """Whether a folder holds sweeps of this command and no others. among: their names in it; "": it is one itself."""
+    from specbatch.records.sweep_plan import PLAN
+
+    begun = [path.parent for path in (folder / PLAN, *folder.glob(f"*/{PLAN}")) if path.exists()]
+    ours = {*folder.glob(among)} if among else {folder}
+    return bool(begun) and ours.issuperset(begun)
 
 
 def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:

@@ -66,6 +66,8 @@ class LongText:
         kind = next((kind for kind in (REPOSITORY, DOCUMENTS) if dataset.startswith(kind)), None)
         if kind is None:
             return None
+        if dataset == kind:
+            raise refuse("dataset", dataset, f"name a folder with text files: {kind}FOLDER")
         folder = Path(dataset.removeprefix(kind))
         if not folder.is_dir():
             raise refuse("dataset", dataset, f"{folder} is no folder; name one with text files")
@@ -105,7 +107,8 @@ class LongText:
                     found.append(window)
         if len(found) < count:
             has = f"{'GSM8K' if self.folder is None else self.folder} has text for {counted(len(found), 'prompt')}"
-            works = f"of {size} tokens, not {count}; use fewer prompts, shorter ones or a larger folder"
+            most = "" if self.folder is None else f" or more files of at most {_MOST_BYTES >> 10} KiB"
+            works = f"of {size} tokens, not {count}; use fewer prompts, shorter ones{most}"
             raise refuse("input_len", size, f"{has} {works}")
         return found
 
@@ -164,7 +167,7 @@ def _read(root: Path, files: list[Path], seen: set[bytes], *, titled: bool) -> I
             text = content.decode()
         except UnicodeDecodeError:
             continue
-        name = path.relative_to(root).as_posix()
+        name = os.fsencode(path.relative_to(root)).decode(errors="replace")
         yield name, f"# {name}\n{text}\n" if titled else f"{text}\n"
 
 

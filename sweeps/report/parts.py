@@ -29,6 +29,7 @@ from specbatch.records.verdicts import Speedup
 from specbatch.sweeps.report.acceptance import AcceptChange, accept_change
 from specbatch.sweeps.report.groups import DETECTABLE
 from specbatch.sweeps.report.heading import about, heading
+from specbatch.sweeps.report.point_notes import failed, left_out
 from specbatch.sweeps.report.points import POINT, SWEEP, bases, gains_of, load_records, points_of, speedups_of
 from specbatch.sweeps.report.tables import as_json, decision, table
 
@@ -72,20 +73,29 @@ def load_parts(folder: Path, axis: str | None = None) -> Parts | None:
     axis: where one part alone has begun."""
     plans = {path.parent: read_json("folder", path) for path in sorted(folder.glob(f"*/{PLAN}"))}
     plans = {path: plan for path, plan in plans.items() if "workload" in plan and any(path.glob("*/c*/r*/record.json"))}
-    differing = (name for name in (*_AXES, MODEL) if len({_label(plan, name) for plan in plans.values()}) > 1)
-    found = axis or next(differing, None)
+    differing = [name for name in _AXES if len({_label(plan, name) for plan in plans.values()}) > 1]
+    if len({str(_models(plan)) for plan in plans.values()}) > 1:
+        differing.append(MODEL)
+    found = axis or next(iter(differing), None)
     if found is None or not plans:
         return None
-    labels = {_label(plan, found) or path.name: path for path, plan in plans.items()}
-    folders = {label: labels[label] for label in sorted(labels, key=_place)}
+    labels = {path: _label(plan, found) or path.name for path, plan in plans.items()}
+    if found == MODEL and len(set(labels.values())) < len(labels):  # checkpoints whose folders have the same name
+        labels = {path: path.name for path in labels}
+    folders = {label: path for path, label in sorted(labels.items(), key=lambda pair: _place(pair[1]))}
+    if len(folders) < len(labels):
+        return None  # they differ in more than one thing
     return Parts(found, folders, {label: load_records(path) for label, path in folders.items()})
+
+
+def _models(plan: dict[str, Any]) -> list[str]:
+    return sorted({str(one.get(MODEL)) for one in plan["configurations"].values()})
 
 
 def _label(plan: dict[str, Any], axis: str) -> str:
     """What a part is called by its plan."""
     if axis == MODEL:
-        models = {Path(str(one.get("model"))).name for one in plan["configurations"].values()}
-        return listed(sorted(models))
+        return listed(sorted({Path(model).name for model in _models(plan)}))
     value = plan["workload"].get(axis)
     if axis == RATE:
         return f"{rate_of(plan['workload']):g}"
@@ -174,6 +184,7 @@ def markdown(parts: Parts, rows: dict[str, Any], changes: list[PartAcceptance]) 
     Ratios are within a part."""
     first, *_ = parts.records.values()
     body: list[dict[str, str]] = []
+    failures: list[str] = []
     points: dict[tuple[Any, ...], list[RunRecord]] = {}
     for label, records in parts.records.items():
         headings, cells = decision(rows[label], SWEEP, "concurrency", bases(records))
@@ -181,6 +192,9 @@ def markdown(parts: Parts, rows: dict[str, Any], changes: list[PartAcceptance]) 
         for row, power in zip(cells, least, strict=True):
             body.append({parts.title: label, **dict(zip(headings, row, strict=True)), DETECTABLE: power})
         points |= {(label, *point): repeats for point, repeats in points_of(records).items()}
+        failures += [
+            f"* FAILED: {parts.title} {label}: {note.text}\n" for note in (*failed(records), *left_out(records))
+        ]
     names = list(dict.fromkeys(name for row in body for name in row))
     if not any(row[DETECTABLE] != "-" for row in body):
         names.remove(DETECTABLE)
@@ -193,6 +207,7 @@ def markdown(parts: Parts, rows: dict[str, Any], changes: list[PartAcceptance]) 
         pays_markdown(parts) if parts.axis == "input_len" else "",
         f"* {DETECTABLE}: the smallest gain, and below the smallest change, that an interval like that of its row "
         "would have excluded with this probability. A smaller one may be there and not be seen.\n",
+        "".join(failures),
         f"* UNFINISHED: {parts.title} {' and '.join(parts.unfinished)}\n" if parts.unfinished else "",
         f"* {below}: all columns and notes\n",
     ]

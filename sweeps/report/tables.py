@@ -181,7 +181,8 @@ def decision(rows: pd.DataFrame, view: View, size: str, over: Mapping[str, str])
     if compared:
         columns.append((ratio_heading(view, over), partial(speedup_text, column="ratio", bare=view.judges)))
     columns += [_column(METRICS[key]) for key in view.brief if rows[key].notna().any()]
-    if compared and view.judges:
+    has_failed = bool((rows.failed.notna() & (rows.repeats == 0)).any())
+    if (compared or has_failed) and view.judges:
         columns.append((VERDICT, partial(verdict_text, column="ratio")))
     return _cells(rows, columns)
 
