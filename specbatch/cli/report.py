@@ -72,7 +72,7 @@ def report(
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.bench.sections import KINDS, kind_of
     from specbatch.sweeps.bench.tables import write_tables
-    from specbatch.sweeps.report.parts import write_parts
+    from specbatch.sweeps.report.parts import RECORDS, write_parts
     from specbatch.sweeps.report.pivots import FILES, Pivot, write_pivots
     from specbatch.sweeps.report.report import write_report
 
@@ -87,7 +87,8 @@ def report(
         return
     with unpacked("folder", folder) as place:
         is_archive, is_sweep = place != folder, (place / PLAN).exists()
-        sections = [folder / path.parent.name for path in sorted(place.glob(f"*/{PLAN}"))]
+        begun = [path.parent for path in place.glob(f"*/{PLAN}") if any(path.parent.glob(RECORDS))]
+        sections = sorted(folder / path.name for path in begun)
         is_bench = bool(sections) and all(kind_of(section.name) in KINDS for section in sections)
         has_parts = not (is_sweep or is_bench or (is_archive and output is None))  # the last is refused below
         summary = write_parts(place, output)[0] if has_parts else ""

@@ -169,13 +169,18 @@ def check_plan(folder: Path, plan: dict[str, Any], of: str = SWEEP) -> None:
         raise refuse("output", str(folder), works)
 
 
+def begin(folder: Path, plan: dict[str, Any]) -> None:
+    """Write the plan into a new folder: a sweep without points, which is unfinished."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    _write_plan(folder, plan)
+
+
 def save(folder: Path, plan: dict[str, Any], point: Point, record: RunRecord) -> None:
     """Write the record of a finished point; the plan is written with the first, and again with the first after a change
     that `check_plan` allows."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     if not (folder / PLAN).exists():
-        _write_plan(folder, plan)
+        begin(folder, plan)
     elif (before := _read_plan("output", folder / PLAN, "name a new folder")) != plan:
         for name, config in before["configurations"].items():
             if plan["configurations"].get(name) != config:  # `check_plan` allowed it: all of its points have failed

@@ -34,6 +34,7 @@ from specbatch.sweeps.report.points import POINT, SWEEP, bases, gains_of, load_r
 from specbatch.sweeps.report.tables import as_json, decision, table
 
 THINKING, MODEL, RATE = "thinking", "model", "request_rate"
+RECORDS = "*/c*/r*/record.json"  # in the folder of a part
 MODES = {"on": True, "off": False}
 # Fields of a workload, as headings.
 _AXES = {"input_len": "input tokens", THINKING: THINKING, "scramble": "scramble", RATE: "request rate"}
@@ -72,12 +73,13 @@ def load_parts(folder: Path, axis: str | None = None) -> Parts | None:
     """The sweeps in the folders below `folder`; None if there are none, or if they differ in nothing that is known.
     axis: where one part alone has begun."""
     plans = {path.parent: read_json("folder", path) for path in sorted(folder.glob(f"*/{PLAN}"))}
-    plans = {path: plan for path, plan in plans.items() if "workload" in plan and any(path.glob("*/c*/r*/record.json"))}
+    plans = {path: plan for path, plan in plans.items() if "workload" in plan}
+    begun = {path for path in plans if any(path.glob(RECORDS))}
     differing = [name for name in _AXES if len({_label(plan, name) for plan in plans.values()}) > 1]
     if len({str(_models(plan)) for plan in plans.values()}) > 1:
         differing.append(MODEL)
     found = axis or next(iter(differing), None)
-    if found is None or not plans:
+    if found is None or not begun:
         return None
     labels = {path: _label(plan, found) or path.name for path, plan in plans.items()}
     if found == MODEL and len(set(labels.values())) < len(labels):  # checkpoints whose folders have the same name
@@ -85,7 +87,7 @@ def load_parts(folder: Path, axis: str | None = None) -> Parts | None:
     folders = {label: path for path, label in sorted(labels.items(), key=lambda pair: _place(pair[1]))}
     if len(folders) < len(labels):
         return None  # they differ in more than one thing
-    return Parts(found, folders, {label: load_records(path) for label, path in folders.items()})
+    return Parts(found, folders, {label: load_records(path) for label, path in folders.items() if path in begun})
 
 
 def _models(plan: dict[str, Any]) -> list[str]:
@@ -198,7 +200,7 @@ def markdown(parts: Parts, rows: dict[str, Any], changes: list[PartAcceptance]) 
     names = list(dict.fromkeys(name for row in body for name in row))
     if not any(row[DETECTABLE] != "-" for row in body):
         names.remove(DETECTABLE)
-    below = ", ".join(f"{path.name}/summary.md" for path in parts.folders.values())
+    below = ", ".join(f"{parts.folders[label].name}/summary.md" for label in parts.records)
     sections = [
         heading(_about(parts, first)),
         f"{markdown_table([[row.get(name, '-') for name in names] for row in body], names)}\n",
@@ -208,7 +210,7 @@ def markdown(parts: Parts, rows: dict[str, Any], changes: list[PartAcceptance]) 
         f"* {DETECTABLE}: the smallest gain, and below the smallest change, that an interval like that of its row "
         "would have excluded with this probability. A smaller one may be there and not be seen.\n",
         "".join(failures),
-        f"* UNFINISHED: {parts.title} {' and '.join(parts.unfinished)}\n" if parts.unfinished else "",
+        f"* UNFINISHED: {parts.title} {listed(parts.unfinished)}\n" if parts.unfinished else "",
         f"* {below}: all columns and notes\n",
     ]
     return "\n".join(filter(None, sections))

@@ -68,10 +68,11 @@ class SweepOptions(Rounds):
                     replace(config, job=JobSize(most)) if self.workload.uncapped else with_concurrency(config, most)
                 )
         length = self.workload.max_model_len
-        asked = [config.max_model_len or length for config in own.values()]
-        if length is not None and max(asked, default=length) < length:  # else one configuration fails by itself
-            works = f"prompts and answers of this workload have up to {length} tokens; use at least that"
-            raise refuse("max_model_len", max(asked), works)
+        if length is not None:  # a single configuration that is too short fails by itself
+            longest = max((config.max_model_len or length for config in own.values()), default=length)
+            if longest < length:
+                works = f"prompts and answers of this workload have up to {length} tokens; use at least that"
+                raise refuse("max_model_len", longest, works)
         longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
         return {name: longer.get(name, config) for name, config in configs.items()}
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import counted, reporting
 from specbatch.progress.bars import NotedReport
-from specbatch.records.sweep_plan import Described, points
+from specbatch.records.sweep_plan import Described, begin, points
 from specbatch.sweeps.report.notes import losses_of
 from specbatch.sweeps.report.parts import MODES, RATE, THINKING, folders_of, write_parts
 from specbatch.sweeps.report.points import load_records
@@ -132,9 +132,11 @@ def run_parts(
         try:
             run()
         finally:
-            for path, one in each.items():
-                if any(point.is_finished(path) for point in points(fit, one)):
-                    write_summary(path)
+            begun = [path for path, one in each.items() if any(point.is_finished(path) for point in points(fit, one))]
+            for path in begun:
+                write_summary(path)
+            for path in each.keys() - begun if begun else ():  # named as unfinished
+                begin(path, Benchmark(each[path]).plan(fit))
             found = write_parts(folder, axis=axis)
     return found
 

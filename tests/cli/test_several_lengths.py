@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from specbatch.records.archive import pack
+
 from .conftest import TINY_SWEEP
 
 
@@ -80,6 +82,10 @@ def test_kinds_of_text(sweep, tmp_path):
         ("--input-len 20,20", "--input-len='20,20': 20 is given twice"),
         ("--input-len 20-40", "--input-len='20-40': prompts of long text have one length; give a number"),
         ("--input-len 500", "has text for 2 prompts of 500 tokens, not 4; use fewer prompts"),
+        (
+            "--input-len 20,40 --max-model-len 30",
+            "--max-model-len=30: prompts and answers of this workload have up to 45 tokens; use at least that",
+        ),
         ("--input-len 20 --window 10", "--window=10: goes with long text, and is at least"),
         ("--input-len 20 --chat-template", "prompts are continued as they are; leave it out"),
         ("--input-len 20,40 --compare-thinking", "--compare-thinking: --input-len has several values; leave one"),
@@ -95,6 +101,37 @@ def test_refusals(sweep, options, reason):
     result = sweep(options)
     assert result.exit_code == 2, result.output
     assert reason in result.stderr
+
+
+def test_other_sweeps_are_not_mixed(sweep, run, tmp_path):
+    short = "--concurrency 1 --repeats 1"
+    assert sweep(f"{short} --input-len 20,40").exit_code == 0
+    for options in ("--input-len 20 --scramble none,random", "--input-len 20"):
+        result = sweep(f"{short} {options}")
+        assert result.exit_code == 2, result.output
+        assert "this folder is not empty; name a new one" in result.stderr
+    more = sweep(f"{short} --input-len 20,30 --window 40 --max-model-len 45")
+    assert "2 of 2 points are finished" in more.stderr
+    assert [line.split(",")[0] for line in (tmp_path / "out/summary.csv").read_text().splitlines()[1:]] == [
+        "20", "20", "30", "30", "40", "40"
+    ]  # fmt: skip
+
+
+def test_an_archive_of_several_sweeps_has_the_same_table(sweep, run, tmp_path, monkeypatch):
+    pages = list[tuple[Path, Path]]()
+    monkeypatch.setattr(
+        "specbatch.sweeps.report.report.write_report",
+        lambda folder, output, *_: pages.append((folder, output)) or [output],
+    )
+    assert sweep("--concurrency 1 --repeats 1 --input-len 20,40").exit_code == 0
+    archive, out, new = tmp_path / "records.tar.xz", tmp_path / "out", tmp_path / "new"
+    pack(out, archive)
+    pages.clear()
+    result = run("report", archive, "--output", new)
+    assert result.exit_code == 0, result.output
+    for name in ("summary.md", "acceptance.csv"):
+        assert (new / name).read_text() == (out / name).read_text()
+    assert pages == [(archive / f"input-len-{size}", new / f"input-len-{size}") for size in (20, 40)]
 
 
 def test_advise_takes_one_length(run):

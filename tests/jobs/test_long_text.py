@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,8 @@ def test_text_that_does_not_suffice_is_refused(folder: Path) -> None:
         repository(folder).windows(BYTES, 300, 4, 0)
     with pytest.raises(SpecbatchError, match="nowhere is no folder"):
         LongText.named("repository:nowhere")
+    with pytest.raises(SpecbatchError, match="name a folder with text files: documents:FOLDER"):
+        LongText.named("documents:")
     assert LongText.named("gsm8k") is None
 
 
@@ -125,6 +129,15 @@ def test_text_with_an_end_token_is_left_out(folder: Path) -> None:
     ends: Any = Tokenizer(eos_id=ord("z"))
     found = repository(folder).windows(ends, 90, 9, 0)
     assert not any("z" in text(window) for window in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of any bytes are those of Linux")
+def test_names_need_not_be_utf8(tmp_path: Path) -> None:
+    with open(os.fsencode(tmp_path) + b"/\xff.py", "w") as file:
+        file.write("x" * 100)
+    [window] = repository(tmp_path).windows(BYTES, 90, 1, 0)
+    assert window.source == "\ufffd.py"
+    assert text(window).startswith("# \ufffd.py\nxxx")
 
 
 def test_digest_follows_names_and_sizes(folder: Path) -> None:

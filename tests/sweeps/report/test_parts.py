@@ -98,4 +98,31 @@ def test_table_has_changes_what_could_be_shown_and_where_speculation_pays(tmp_pa
 def test_unfinished_part_is_named(tmp_path: Path) -> None:
     lengths(tmp_path)
     next((tmp_path / "c").glob("ngram/c2/r3/record.json")).unlink()
-    assert "* UNFINISHED: input tokens 16384\n" in write_parts(tmp_path)[0]
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / PLAN).write_text((tmp_path / "c" / PLAN).read_text().replace("16384", "32768"))
+    text = write_parts(tmp_path)[0]
+    assert "* UNFINISHED: input tokens 16384 and 32768\n" in text
+    assert "d/summary.md" not in text
+
+
+def test_no_part_is_left_out(tmp_path: Path) -> None:
+    for name, model in (("m-1", "old/m"), ("m-2", "new/m")):
+        part(tmp_path / f"models/{name}", [20], lambda index: 20, model)
+    found = load_parts(tmp_path / "models")
+    assert found is not None
+    assert (found.axis, [*found.folders]) == ("model", ["m-1", "m-2"])
+    for name, size, seed in (("a", 512, 0), ("b", 512, 1), ("c", 1024, 0)):
+        part(tmp_path / f"seeds/{name}", [20], lambda index: 20, input_len=size, seed=seed)
+    assert load_parts(tmp_path / "seeds") is None, "a and b have the same length, and differ in something else"
+
+
+def test_failures_are_named(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    for path in (tmp_path / "c").glob("*/c2/r*/record.json"):
+        made = json.loads(path.read_text())
+        made["workload"]["error"] = "out of memory"
+        path.write_text(json.dumps(made))
+    text, _ = write_parts(tmp_path)
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| 16384 ") and "| 2 " in line]
+    assert [(row[3].strip(), row[-3].strip()) for row in rows] == [("baseline", "failed"), ("ngram", "failed")]
+    assert "* FAILED: input tokens 16384: ngram at concurrency 2, repeat 1, and 2 other points: out of memory\n" in text
