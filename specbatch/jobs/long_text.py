@@ -150,8 +150,12 @@ def _windows(text: LongText, tokenizer: Tokenizer, size: int, count: int, seed: 
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """All files below a folder, sorted. Links are not followed."""
-    for place, folders, names in os.walk(folder):
+    """All files below a folder, sorted. Links are not followed. Raises OSError for a folder that cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=fail):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
         yield from (Path(place) / name for name in sorted(names))
 

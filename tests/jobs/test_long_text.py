@@ -140,6 +140,20 @@ def test_names_need_not_be_utf8(tmp_path: Path) -> None:
     assert text(window).startswith("# \ufffd.py\nxxx")
 
 
+def test_folder_that_cannot_be_read_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "one/inner").mkdir()
+    scan = os.scandir
+
+    def denied(path: Any) -> Any:
+        if Path(path).name == "inner":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(PermissionError, match="inner"):
+        repository(folder).digest()
+
+
 def test_digest_follows_names_and_sizes(folder: Path) -> None:
     before = repository(folder).digest()
     (folder / "data.json").write_text("other")
