@@ -103,7 +103,7 @@ class HostMatcher:
             self.inner.consume_token(forced)
             found.append(forced)
         if self.inner.is_error():
-            self._start_anew()
+            self.inner = self._anew()
         else:
             self.inner.rollback(len(found))
         return found
@@ -147,26 +147,27 @@ class HostMatcher:
                     self._has_dead_ends = True
                 else:
                     self.error = reason
-            self._start_anew()
+            self.inner = self._anew()
         if self.error:
             rows.fill(-1)
 
     def _mask_anew(self, drafts: Sequence[int], words: np.ndarray) -> str:
         """Write the mask after drafts. Returns why nothing may follow them, if so: all tokens do then, and after drafts
         that may not be there."""
-        self._start_anew()
-        taken = self.inner.try_consume_tokens(list(drafts))
-        reason = _error_of(self.inner)
+        inner = self._anew()
+        taken = inner.try_consume_tokens(list(drafts))
+        reason = _error_of(inner)
         if taken == len(drafts) and not reason:
-            self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-            reason = _error_of(self.inner) or ("" if words.any() else _NONE)
+            inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            reason = _error_of(inner) or ("" if words.any() else _NONE)
         if reason or taken < len(drafts):
             words.fill(-1)
         return reason
 
-    def _start_anew(self) -> None:
-        self.inner = self._start.deep_copy()
-        self.inner.try_consume_tokens(self._followed)
+    def _anew(self) -> LLMatcher:
+        found = self._start.deep_copy()
+        found.try_consume_tokens(self._followed)
+        return found
 
 
 def _error_of(matcher: LLMatcher) -> str:

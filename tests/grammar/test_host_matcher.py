@@ -186,8 +186,9 @@ def test_an_answer_ends_where_nothing_may_follow() -> None:
     matcher = grammar(DEAD_END).matcher()
     masks([matcher], [[2]], None)
     assert matcher.until_dead_end([0]) == [0]
-    assert matcher.until_dead_end([2]) == [2]
+    assert matcher.until_dead_end([0, 1]) == [0, 1]
     assert not matcher.error
+    assert matcher.replace([0, 1], 2) == [0, 1]
     assert matcher.until_dead_end([2, 9]) == [2]
     assert matcher.error == "no token of this vocabulary may follow"
 
