@@ -70,12 +70,12 @@ def test_a_shown_loss_is_a_regression_without_a_remark(tmp_path: Path) -> None:
 
 def test_numbers_that_are_zero_or_missing(tmp_path: Path) -> None:
     before, after = run(tmp_path / "a", 0.0), run(tmp_path / "b", 0.01)
-    assert cells(gains(before, after).markdown())[2][3:] == ["0.00", "10.00", "+10.00", "- (regression, not judged)"]
-    assert cells(gains(after, before).markdown())[2][3:] == ["10.00", "0.00", "-10.00", "-100.0%"]
-    assert cells(gains(before, before).markdown())[2][3:] == ["0.00", "0.00", "+0.00", "-"]
+    assert cells(gains(before, after).markdown())[2][2:] == ["0.00", "10.00", "+10.00", "- (regression, not judged)"]
+    assert cells(gains(after, before).markdown())[2][2:] == ["10.00", "0.00", "-10.00", "-100.0%"]
+    assert cells(gains(before, before).markdown())[2][2:] == ["0.00", "0.00", "+0.00", "-"]
     rows = [metrics_of(tpot_s=None) for _ in range(12)]
     found = gains(after, saved(tmp_path / "c", make_record(rows)))
-    assert cells(found.markdown())[2][3:] == ["10.00", "-", "-", "-"]
+    assert cells(found.markdown())[2][2:] == ["10.00", "-", "-", "-"]
     assert list(csv.DictReader(found.csv().splitlines()))[2]["gain"] == ""
 
 

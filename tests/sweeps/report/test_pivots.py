@@ -125,7 +125,7 @@ def test_nothing_is_left_out(tmp_path: Path) -> None:
         record.config["aux_layers"] = layers
         record.metrics["output_throughput"] = 7.0
         saved(tmp_path / "out", record)
-    plan = {"configurations": dict.fromkeys(("baseline", "v1", "v2"), {}), "concurrency": [4, 8], "repeats": 1}
+    plan = {"configurations": {name: {} for name in ("baseline", "v1", "v2")}, "concurrency": [4, 8], "repeats": 1}
     (tmp_path / "out/sweep.json").write_text(json.dumps(plan))
     text, _ = made(tmp_path, [Pivot.parse("aux_layers,configuration,output_throughput")])
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
