@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -141,7 +142,6 @@ def sweep(
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
-    from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.report.variants import RATE, THINKING, Axis, rates
     from specbatch.sweeps.run.benchmark import SweepOptions
@@ -149,7 +149,7 @@ def sweep(
     from specbatch.sweeps.run.engine_groups import engines_of
     from specbatch.sweeps.run.loading import check, one_group, refuse_servers
     from specbatch.sweeps.run.process import run_in_process
-    from specbatch.sweeps.run.sweep import run_server, run_sweep, run_variants
+    from specbatch.sweeps.run.sweep import run_server, run_sweep, run_variants, variants
 
     engine, workers = clustered(engine, cluster, replicas=False)
     if workers is not None and engine_kind != "specbatch":
@@ -203,25 +203,34 @@ def sweep(
     settings = options.described(
         engines if server is None else [server.model],
         shortened=is_shortened,
+        axis=axis,
     )
+    each = {} if axis is None else variants(options, axis)
     if dry_run:
+        from specbatch.sweeps.run.estimate import Part
         from specbatch.sweeps.run.estimate import dry_run as planned
 
-        text = planned(engines, options, output)
+        parts = [Part(options, output)]
         if axis is not None:
-            text += f"the same for each {axis.title}: {', '.join(axis.values)}\n"
+            begun = {} if output is None else axis.folders(output)
+            parts = [Part(one, begun.get(label), label) for label, one in each.items()]
+        text = planned(engines, parts, "" if axis is None else axis.title)
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return
-    resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
+    models = by_model(engines)
+    inside = list(models) if len(models) > 1 else []
+    if axis is not None:
+        inside = [path.name for path in axis.folders(Path()).values()]
+    resumes = "*" if output is not None and _continues(output, inside) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
         options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
-        models, statuses = by_model(engines), list[int]()
+        statuses = list[int]()
         if axis is not None:
             with progress("sweep", "requests") as report:
                 summary, rows = run_variants(
-                    engines, options, axis, folder, server=server, log=say, report=report, cluster=workers
+                    engines, each, axis, folder, server=server, log=say, report=report, cluster=workers
                 )
             reports = [page for path in axis.folders(folder).values() for page in write_reports(path)]
         elif server is not None:
@@ -258,9 +267,18 @@ def sweep(
         as_json=as_json,
         kept=str(folder),
     )
-    parts = [folder] if axis is None else axis.folders(folder).values()
-    if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, parts))):
+    folders = [folder] if axis is None else axis.folders(folder).values()
+    if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, folders))):
         raise typer.Exit(1)
+
+
+def _continues(output: Path, inside: Collection[str]) -> bool:
+    """Whether `output` holds points of such a sweep: in some of these folders, or itself if there are none. Of a sweep
+    of another kind its summary would be overwritten."""
+    from specbatch.records.sweep_plan import PLAN
+
+    is_one, begun = (output / PLAN).exists(), {path.parent.name for path in output.glob(f"*/{PLAN}")}
+    return not is_one and not begun.isdisjoint(inside) if inside else is_one
 
 
 def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:

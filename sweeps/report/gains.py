@@ -48,7 +48,7 @@ class Gain:
 
     @property
     def is_regression(self) -> bool:
-        return bool(self.delta) and (self.delta < 0) == (METRICS[self.metric].better == "higher")
+        return self.delta is not None and self.delta != 0 and (self.delta < 0) == (METRICS[self.metric].better == "higher")
 
     @property
     def delta_text(self) -> str:

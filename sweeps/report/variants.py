@@ -40,6 +40,10 @@ class Axis:
     def title(self) -> str:
         return self.name.replace("_", " ")
 
+    def shared(self, line: str, label: str) -> str:
+        """A line of a heading without the value that it tells."""
+        return line.replace(f", {self.title} {label}", "")
+
     def folders(self, folder: Path) -> dict[str, Path]:
         """The folder of each value, by its label."""
         return {label: folder / f"{self.name.replace('_', '-')}-{label}" for label in self.values}
@@ -92,7 +96,7 @@ def markdown(folder: Path, axis: Axis, found: dict[str, list[RunRecord]], rows: 
     for label, records in found.items():
         own = about(records)
         lines = lines or own
-        told[own[axis.line].replace(f", thinking {label}", "")] = None
+        told[axis.shared(own[axis.line], label)] = None
         headings, cells = decision(rows[label], SWEEP, "concurrency", bases(records))
         body += [{axis.title: label, **dict(zip(headings, row, strict=True))} for row in cells]
         points |= {(label, *point): repeats for point, repeats in points_of(records).items()}

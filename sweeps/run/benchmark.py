@@ -19,6 +19,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
 from specbatch.sweeps.report.point_notes import failures
 from specbatch.sweeps.report.points import load_records, precision_of
+from specbatch.sweeps.report.variants import RATE, Axis
 from specbatch.sweeps.run.conversations import ask, label
 from specbatch.sweeps.run.conversations import longest as most_tokens
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
@@ -72,22 +73,28 @@ class SweepOptions(Rounds):
         longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
         return {name: longer.get(name, config) for name, config in configs.items()}
 
-    def described(self, configurations: Iterable[str], *, shortened: bool) -> str:
-        """The settings that a sweep runs with; `shortened`: defaults for a CPU are among them."""
+    def described(self, configurations: Iterable[str], *, shortened: bool, axis: Axis | None = None) -> str:
+        """The settings that a sweep runs with; `shortened`: defaults for a CPU are among them. axis: the setting that
+        has several values, the first of which is in the workload."""
         workload = self.workload
         lengths = lines_of(workload.describe([]))["workload"]
+        several = ""
+        if axis is not None:
+            lengths, several = axis.shared(lengths, next(iter(axis.values))), f"; {axis.title} {', '.join(axis.values)}"
         count = workload.prompts_per_concurrency
         prompts = f"{counted(count, 'prompt')} per concurrent request (at least {LEAST_PROMPTS})"
         if workload.is_grouped:
             prompts = f"{workload.groups * workload.group_prompts} prompts"
         elif workload.num_prompts is not None:
             prompts = counted(workload.num_prompts, "prompt")
-        rate = "" if workload.request_rate == math.inf else f", {workload.request_rate:g} requests/s"
+        known = workload.request_rate == math.inf or (axis is not None and axis.name == RATE)
+        rate = "" if known else f", {workload.request_rate:g} requests/s"
         most = "no cap on the requests in flight" if workload.uncapped else None
         most = most or f"concurrency {', '.join(map(str, self.concurrency))}"
         least = "" if self.until_precise is None else "at least "
         repeats = f"{least}{counted(self.repeats, 'repeat')}"
-        line = f"settings: {lengths}; {prompts}{rate}; {most}; {repeats}; configurations {', '.join(configurations)}"
+        named = f"configurations {', '.join(configurations)}"
+        line = f"settings: {lengths}; {prompts}{rate}{several}; {most}; {repeats}; {named}"
         return f"{line}\nshort run, the default on a CPU; for a long one add {LONG_RUN}" if shortened else line
 
 

@@ -81,9 +81,19 @@ def run_workloads(
             run_points(configs, loaded, workload, folder, log=log, report=report)
 
 
+def variants(options: SweepOptions, axis: Axis) -> dict[str, SweepOptions]:
+    """The options of each value of a setting, by its label."""
+    return {
+        label: replace(
+            options, workload=replace(options.workload, **{axis.name: value}), section=f"{axis.title} {label}"
+        )
+        for label, value in axis.values.items()
+    }
+
+
 def run_variants(
     configs: Configs,
-    options: SweepOptions,
+    options: Mapping[str, SweepOptions],
     axis: Axis,
     folder: Path,
     *,
@@ -92,18 +102,13 @@ def run_variants(
     report: NotedReport | None = None,
     cluster: Cluster | None = None,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Run a sweep with each value of a setting of its workload, into folders of `folder`, with the same engines; return
-    the Markdown of all in one table, and its rows. What fails does so as in `run_sweep`.
+    """Run a sweep with each value of a setting of its workload (`variants`), into folders of `folder`, with the same
+    engines; return the Markdown of all in one table, and its rows. What fails does so as in `run_sweep`.
 
     server: the only configuration, in place of `configs`; its client renders the prompts
     """
     paths = axis.folders(folder)
-    each = {
-        paths[label]: replace(
-            options, workload=replace(options.workload, **{axis.name: value}), section=f"{axis.title} {label}"
-        )
-        for label, value in axis.values.items()
-    }
+    each = {paths[label]: one for label, one in options.items()}
     fit: Mapping[str, Described] = next(iter(each.values())).fitted(configs)
     if server is not None:
         fit = {server.model: server.config}

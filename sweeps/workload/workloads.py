@@ -27,7 +27,7 @@ from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
 from specbatch.sweeps.workload.random_prompts import Groups, draw_length, random_prompts
 from specbatch.sweeps.workload.rounds import LOAD
-from specbatch.sweeps.workload.sharegpt import SHAREGPT, read_sharegpt, with_lengths
+from specbatch.sweeps.workload.sharegpt import LEAST_TOKENS, SHAREGPT, read_sharegpt, with_lengths
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -178,11 +178,10 @@ class Workload:
         if self.burst:  # 0: all
             at_least("burst", self.burst, 1)
         if self.burst == 0 and self.request_rate < math.inf:
-            raise refuse(
-                "request_rate", self.request_rate, "all prompts arrive at once; leave it out, or use burst='all'"
-            )
+            works = "all prompts arrive at once; leave it out, or give a number as burst"
+            raise refuse("request_rate", self.request_rate, works)
         if self.burst > 1 and self.request_rate == math.inf:
-            raise refuse("burst", self.burst, "give request_rate, too, or use all")
+            raise refuse("burst", self.burst, "goes with a finite request_rate; give one, or use all")
         if self.sequential and self.is_open:
             raise refuse("request_rate", self.request_rate, "sequential requests do not arrive by a clock")
         of_data = self.dataset in ("gsm8k", SHAREGPT) or self.dataset.startswith(LM_EVAL)
@@ -361,8 +360,8 @@ class Workload:
         how = {"chat_template": self.chat_template is not False, "thinking": self.thinking}
         rows = tuple(with_lengths(self.rows, tokenizer, count, longest, **how))
         if not rows:
-            works = f"has no conversation of at most {longest} tokens; use a larger max_model_len"
-            raise refuse("data", str(self.data), works)
+            works = f"of {LEAST_TOKENS} tokens or more each, that fit into max_model_len={longest} together"
+            raise refuse("data", str(self.data), f"has no conversation with a prompt and an answer {works}")
         found = copy(self)
         object.__setattr__(found, "rows", rows)
         return found

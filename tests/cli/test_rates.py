@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import Result
 
+from specbatch.progress.bars import time_text
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.serving import block, serving_rows
+from specbatch.sweeps.workload.workloads import Workload
 
 TOY = "--model toy --load-format dummy --device cpu --configs baseline,v2 --repeats 1 --out out"
 
@@ -52,12 +55,47 @@ def test_a_rate_with_a_concurrency_is_capped(run: Callable[..., Result]) -> None
     assert (work["request_rate"], work["prompts"]) == (200, 4)
 
 
+def test_a_dry_run_plans_every_rate(run: Callable[..., Result]) -> None:
+    command = "sweep --request-rate 0.01,inf --num-prompts 5 --input-len 8 --output-len 4"
+    result = run(f"{command} --dry-run")
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines() if "|" in line]
+    assert [line[:5] for line in lines[2:]] == [
+        ["0.01", "baseline", "5", "1", "5"], ["0.01", "v2", "5", "1", "5"],
+        ["inf", "baseline", "5", "1", "5"], ["inf", "v2", "5", "1", "5"],
+    ]  # fmt: skip
+    last = Workload(request_rate=0.01).arrivals(5)
+    assert last is not None
+    assert (lines[2][-1], lines[4][-1]) == (time_text(last[-1]), "0 s")
+    assert "4 points, about" in result.stdout
+    assert "; request rate 0.01, inf; no cap" in result.stderr
+
+
+def test_a_dry_run_leaves_out_what_is_finished(run: Callable[..., Result]) -> None:
+    command = "sweep --num-prompts 4 --input-len 8 --output-len 4 --request-rate"
+    run(f"{command} 200,inf")
+    assert "2 points, about" in run(f"{command} 200,300,inf --dry-run").stdout
+
+
+def test_sweeps_of_one_and_of_several_rates_do_not_share_a_folder(run: Callable[..., Result]) -> None:
+    command = "sweep --num-prompts 4 --input-len 8 --output-len 4 --request-rate"
+    run(f"{command} 200,inf")
+    before = Path("out/summary.md").read_text()
+    assert "not empty" in run(f"{command} 200", exit_code=2).stderr
+    assert Path("out/summary.md").read_text() == before
+    shutil.rmtree("out")
+    run(f"{command} 200")
+    assert "not empty" in run(f"{command} 200,inf", exit_code=2).stderr
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ("--request-rate 1,x", "use requests per second above 0, or inf, separated by commas"),
         ("--request-rate 1,-5", "use requests per second above 0"),
         ("--request-rate 1,1.0", "1 is given twice"),
+        ("--request-rate 1,inf --burst all", "--request-rate=1.0: all prompts arrive at once; leave it out"),
+        ("--request-rate 1,inf --burst 2", "--burst=2: goes with a finite --request-rate"),
+        ("--request-rate 1,inf --burst 2 --dry-run", "--burst=2: goes with a finite --request-rate"),
         (
             "--request-rate 5 --prompts-per-concurrency 2",
             "there is no concurrency without --concurrency; use --num-prompts",

@@ -101,5 +101,5 @@ def test_files_of_another_form_are_refused(tmp_path: Path, content: str, message
 def test_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecbatchError, match="dataset='sharegpt': name its file with data="):
         Workload(dataset=SHAREGPT)
-    with pytest.raises(SpecbatchError, match="has no conversation of at most 3 tokens"):
+    with pytest.raises(SpecbatchError, match="of 2 tokens or more each, that fit into max_model_len=3 together"):
         workload(tmp_path, talk("ask", "answer")).for_engines(LETTERS, 1, 3)

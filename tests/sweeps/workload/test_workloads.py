@@ -140,7 +140,7 @@ def test_groups_have_system_prompts_of_random_lengths():
         ({"shared_len": 9}, "shared_len=9: goes with dataset='gsp'"),
         ({"input_len": (9, 3)}, "input_len='9-3': the smaller number comes first; use 3-9"),
         ({"output_len": (0, 3)}, "output_len=0: use a whole number of at least 1"),
-        ({"burst": 4}, "burst=4: give request_rate"),
+        ({"burst": 4}, "burst=4: goes with a finite request_rate"),
         ({"burst": -1}, "burst=-1: use a whole number"),
         ({"burst": 0, "request_rate": 5.0}, "request_rate=5.0: all prompts arrive at once"),
         ({"chat_template": True}, "chat_template=True: random prompts are not text"),
