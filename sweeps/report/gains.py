@@ -48,7 +48,8 @@ class Gain:
 
     @property
     def is_regression(self) -> bool:
-        return self.delta is not None and self.delta != 0 and (self.delta < 0) == (METRICS[self.metric].better == "higher")
+        delta = self.delta or 0.0
+        return delta < 0 if METRICS[self.metric].better == "higher" else delta > 0
 
     @property
     def delta_text(self) -> str:

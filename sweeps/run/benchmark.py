@@ -27,9 +27,10 @@ from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected, wi
 from specbatch.sweeps.run.runner import Measured, save_measured
 from specbatch.sweeps.run.sanity_checks import add_digests, retokenized, warnings, whole_text
 from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
+from specbatch.sweeps.workload.description import describe, sha256_of
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.rounds import Rounds
-from specbatch.sweeps.workload.workloads import Workload, sha256_of
+from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -77,7 +78,7 @@ class SweepOptions(Rounds):
         """The settings that a sweep runs with; `shortened`: defaults for a CPU are among them. axis: the setting that
         has several values, the first of which is in the workload."""
         workload = self.workload
-        lengths = lines_of(workload.describe([]))["workload"]
+        lengths = lines_of(describe(workload, []))["workload"]
         several = ""
         if axis is not None:
             lengths, several = axis.shared(lengths, next(iter(axis.values))), f"; {axis.title} {', '.join(axis.values)}"
@@ -227,7 +228,7 @@ class BenchmarkPrompts:
         options = self.benchmark.options
         about = {"until_precise": options.until_precise, "section": options.section or None}
         known = {name: value for name, value in about.items() if value is not None}
-        return options.workload.describe(self._of(concurrency)[0]) | known
+        return describe(options.workload, self._of(concurrency)[0]) | known
 
     @property
     def _workload(self) -> Workload:

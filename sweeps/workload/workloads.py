@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
@@ -16,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.config.settings import setting
 from specbatch.config.values import burst_of, length, rates
 from specbatch.core.request import SamplingParams
-from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
+from specbatch.core.sampling_params import SAMPLED, refuse_unsampled
 from specbatch.errors import SpecbatchError, at_least, refuse
 from specbatch.jobs.prompt_file import location
 from specbatch.jobs.prompts import Prompt, UnreadKeys, params_of
@@ -336,9 +334,10 @@ class Workload:
 
     def requests(self, concurrency: int) -> int:
         """Requests of a point: a prompt has one for each of its turns."""
-        return self._requests(self.count(concurrency))
+        return self.requests_of(self.count(concurrency))
 
-    def _requests(self, count: int) -> int:
+    def requests_of(self, count: int) -> int:
+        """Requests of the first `count` prompts."""
         return count + sum(len(self.rows[index % len(self.rows)].later) for index in range(count if self.rows else 0))
 
     def arrivals(self, count: int) -> list[float] | None:
@@ -382,46 +381,6 @@ class Workload:
         rows = [row.value if row.form == "messages" and self.chat_template is not False else None for row in self.rows]
         return [rows[index % len(rows)] for index in range(count)] if rows else [None] * count
 
-    def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Describe a point's prompts for its record. output_len is the maximum, input_len is None if prompts differ;
-        input_range and output_range hold the smallest and the largest of random lengths, and of those that rows set.
-        Without prompts: all rows."""
-        inputs, outputs = self.input_range, bounds(self.output_len)
-        params = self.params(len(prompts) or len(self.rows) or 1)
-        own = [row.sampling for row in self.rows if row.sampling]
-        if own:
-            lengths = [one.max_new_tokens for one in params]
-            outputs = min(lengths), max(lengths)
-        return {
-            "dataset": self.dataset,
-            "data": str(self.data) if self.data else None,
-            "input_len": inputs[0] if inputs and inputs[0] == inputs[1] else None,
-            "input_range": list(inputs) if inputs and inputs[0] < inputs[1] else None,
-            "output_len": outputs[1] if own or not self.has_own_lengths else None,
-            "output_range": list(outputs) if outputs[0] < outputs[1] else None,
-            "ignore_eos": self.ignores_eos,
-            "stop": list(self.stop),
-            "chat_template": self.chat_template,
-            "rendered": self.is_rendered,
-            "thinking": self.thinking,
-            "prompts": len(prompts),
-            "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
-            "category": self.category,
-            **({"turns": self.most_turns, "requests": self._requests(len(prompts))} if self.most_turns > 1 else {}),
-            "sampling": next((sampling_of(one) for one in params if one.temperature), None),
-            **({"own_sampling": _described(own, len(self.rows))} if own else {}),
-            "seed": self.seed,
-            "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
-            if self.is_grouped
-            else None,
-            "request_rate": self.request_rate if self.request_rate < math.inf else None,
-            "burst": 0 if self.is_at_once else self.burst,
-            **({"uncapped": True} if self.uncapped else {}),
-            "sequential": self.sequential,
-            "prompts_sha256": sha256_of(prompts),
-            **({"slo": self.slo.as_dict()} if self.slo else {}),
-        }
-
     def _of_turns(self, rows: list[Prompt]) -> list[Prompt]:
         """The rows with as many turns as are asked."""
         if self.turns is not None:
@@ -435,13 +394,3 @@ class Workload:
                 raise refuse("burst", "all", works)
             raise refuse("request_rate", self.request_rate, works)
         return rows
-
-
-def _described(own: list[dict[str, Any]], rows: int) -> dict[str, Any]:
-    """The sampling parameters that rows set themselves, for a record."""
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-    return {"rows": len(own), "of": rows, "names": sorted({name for one in own for name in one}), "sha256": digest}
-
-
-def sha256_of(tokens: Sequence[list[int] | str]) -> str:
-    return hashlib.sha256(json.dumps(tokens, separators=(",", ":")).encode()).hexdigest()
