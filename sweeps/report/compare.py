@@ -223,8 +223,7 @@ def _pair(
     notes = [
         f"ANSWERS ONLY: {run.path} ({run.other_engine}): lm-eval's files have no times and no accept lengths"
         for run in others
-    ]
-    notes += missing_notes(old, new, pairs)
+    ] + missing_notes(old, new, pairs)
     rows: list[Row] = []
     for place, points in pairs.both.items():
         for path, point in zip((old.path, new.path), points, strict=True):

@@ -182,7 +182,7 @@ def _tables(records: list[RunRecord], pivot: Pivot, value: str) -> Iterable[Pivo
             where, number = _place(cell[0][0], axes), read(own)
             numbers[where] = _number(number)
             shown[where] = "FAILED" if own[0].error is not None else metric.text(number)
-        common = ", ".join(_named(name, group[0][0].get(name)) for name in others)
+        common = ", ".join(_named(name, value) for name in others if (value := group[0][0].get(name)) is not None)
         unreal = made_up([record for _, record in group])
         title = f"{common}{': ' if common else ''}{metric.heading}{f' ({unreal})' if unreal else ''}"
         frames = (
@@ -263,8 +263,7 @@ def _ordered(values: Iterable[Any]) -> list[Any]:
 
 def _named(name: str, value: Any) -> str:
     """A setting in a title."""
-    text = NOT_SET if value is None else _text(value)
-    return text if name in UNNAMED else f"{name.replace('_', ' ')} {text}"
+    return _text(value) if name in UNNAMED else f"{name.replace('_', ' ')} {_text(value)}"
 
 
 def _text(value: Any) -> str:
