@@ -175,14 +175,15 @@ def _tables(records: list[RunRecord], pivot: Pivot, value: str) -> Iterable[Pivo
 
     for group in sorted(_by(placed, others), key=at):
         rows, columns = (_ordered(place.get(axis) for place, _ in group) for axis in axes)
-        metric, read = _reader([record for _, record in group], value, pivot)
+        metric, read = _reader([*records, *(record for _, record in group)], value, pivot)
         numbers, shown = dict[Any, float](), dict[Any, str]()
         for cell in _by(group, axes):
             own = _repeats([record for _, record in cell], pivot)
             where, number = _place(cell[0][0], axes), read(own)
             numbers[where] = _number(number)
             shown[where] = "FAILED" if own[0].error is not None else metric.text(number)
-        common = ", ".join(_named(name, value) for name in others if (value := group[0][0].get(name)) is not None)
+        here = group[0][0]
+        common = ", ".join(_named(name, here[name]) for name in others if here.get(name) is not None)
         unreal = made_up([record for _, record in group])
         title = f"{common}{': ' if common else ''}{metric.heading}{f' ({unreal})' if unreal else ''}"
         frames = (
@@ -228,7 +229,7 @@ def _repeats(records: list[RunRecord], pivot: Pivot) -> list[RunRecord]:
 
 
 def _reader(records: list[RunRecord], value: str, pivot: Pivot) -> tuple[Metric, Any]:
-    """The metric of a value, and how it is read from the records of a cell."""
+    """The metric of a value, titled as in the last records that have it, and how it is read from those of a cell."""
     if (metric := METRICS.get(value.replace("-", "_"))) is not None:
         return metric, metric.over_repeats
     scores = {name: score for one in records for name, score in _scores(one).items()}

@@ -89,6 +89,10 @@ def test_accuracy_of_an_evaluation(tmp_path: Path) -> None:
     accuracy, strict = pivots(saved(tmp_path, report.record), asked)
     assert (accuracy.title, accuracy.cells) == ("accuracy (match, loose)", [["1", "0.750"]])
     assert (strict.title, strict.cells) == ("strict", [["1", "0.250"]])
+    saved(tmp_path / "other", swept("v2", 3))
+    titles = [table.title for table in pivots(tmp_path, asked)]
+    assert len(titles) == 4
+    assert {table.cells[0][1] for table in pivots(tmp_path, asked)} == {"0.750", "0.250", "-"}
 
 
 def test_sweeps_of_other_prompts_have_tables_of_their_own(tmp_path: Path) -> None:
