@@ -28,7 +28,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import conflicts_of, measured, read_records
 from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.sweeps.report.heading import made_up
-from specbatch.sweeps.report.variants import RATE, rate_of
+from specbatch.sweeps.report.parts import RATE, rate_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -42,6 +42,7 @@ from specbatch.sweeps.report.acceptance import (
     acceptance_rows,
     server_acceptance_rows,
 )
+from specbatch.sweeps.report.groups import grouped_tables
 from specbatch.sweeps.report.heading import about, how_made
 from specbatch.sweeps.report.note import Note
 from specbatch.sweeps.report.notes import losses_of, notes
@@ -62,7 +63,7 @@ from specbatch.sweeps.report.serving import (
     summary_rows,
     summary_tables,
 )
-from specbatch.sweeps.report.tables import VERDICT, Cells, as_json, decision, grouped_tables, markdown, shown, table
+from specbatch.sweeps.report.tables import VERDICT, Cells, as_json, decision, markdown, shown, table
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 PAGE = "report.html"

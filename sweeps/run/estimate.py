@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +14,7 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import counted
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.progress.bars import time_text
-from specbatch.records.sweep_plan import Point, points
+from specbatch.records.sweep_plan import points
 from specbatch.servers.server import Server
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
 from specbatch.sweeps.run.benchmark import SweepOptions, check_concurrency
@@ -26,57 +26,52 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from specbatch.engine.setup.prepare import Prepared
-    from specbatch.sweeps.workload.workloads import Workload
-    from specbatch.text.tokenizer import Tokenizer
 
 _HEADS = ("configuration", "concurrency", "repeats", "prompts", "new tokens", "about")
 
 
-@dataclass(frozen=True)
-class Part:
-    """A sweep of several with the same engines, that of one value of a setting, or the only one (label ""). folder:
-    where its points are, if it has begun."""
-
-    options: SweepOptions
-    folder: Path | None = None
-    label: str = ""
-
-
-def dry_run(configs: Configs, parts: Sequence[Part], heading: str = "") -> str:
-    """A row for each configuration and concurrency of each part, whose label is under `heading`, with points that are
-    not finished in its folder: how many (repeats), the prompts and new tokens of each, and the time of all of them.
-    Below are the settings of each configuration, and
+def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str:
+    """A row for each configuration and concurrency with points that are not finished in `folder`: how many (repeats),
+    the prompts and new tokens of each, and the time of all of them. Below are the settings of each configuration, and
     the memory that an engine (one replica) would get. Points of servers, which are not connected to, have no time.
 
     A step takes as long as reading all weights, or as multiplying them with a row of each request if that is longer,
     at the speeds that the device has now; prompt tokens are multiplied, too. Each step gives a request one token, and
-    answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. One whose
-    prompts arrive by a clock takes as long as they take to arrive, at least. Refused: engines that do not fit.
+    answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. A
+    point takes at least as long as its prompts take to arrive. Refused: engines that do not fit.
     """
     if len(engines_of(configs)) < len(configs):
-        parts[0].options.workload.refuse_unsent()
-    found = _planned(configs, parts[0].options)
+        options.workload.refuse_unsent()
+    found = _planned(configs, options)
     plans = {name: plan for name, (_, plan, _) in found.items()}
     first, largest, share = next(iter(found.values()))
-    fitted = [_fitted(part.options, first.target.tokenizer(), largest.max_model_len) for part in parts]
-    for options in fitted:
-        _check_pages(found, configs, options)
+    work, tokenizer = options.workload, first.target.tokenizer()
+    options = replace(
+        options, workload=work.for_engines(tokenizer, work.count(max(options.concurrency)), largest.max_model_len)
+    )
+    _check_pages(found, configs, options)
     speeds = _speeds(first.device)
-    rows: list[tuple[object, ...]] = []
-    left: list[Point] = []
-    total = 0.0
-    for part, options in zip(parts, fitted, strict=True):
-        own = [point for point in points(configs, options) if part.folder is None or not point.is_finished(part.folder)]
-        left += own
-        for (name, concurrency), count in Counter((point.configuration, point.concurrency) for point in own).items():
-            seconds = _seconds(found.get(name), configs[name], options.workload, concurrency, speeds)
-            total += count * (seconds or 0.0)
-            prompts = options.workload.requests(concurrency)
-            tokens = sum(wanted.max_new_tokens for wanted in options.workload.params(prompts))
-            about = None if seconds is None else time_text(count * seconds)
-            rows.append((part.label, name, concurrency, count, prompts, tokens, about)[0 if heading else 1 :])
-    heads = (heading, *_HEADS) if heading else _HEADS
-    table = tabulate(rows, headers=heads, tablefmt="github", missingval="-")
+    left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]
+    repeats = Counter((point.configuration, point.concurrency) for point in left)
+    rows, total = [], 0.0
+    for point in {(point.configuration, point.concurrency): point for point in left}.values():
+        count = repeats[point.configuration, point.concurrency]
+        prompts = options.workload.requests(point.concurrency)
+        tokens = sum(wanted.max_new_tokens for wanted in options.workload.params(prompts))
+        config, seconds = configs[point.configuration], None
+        replicas = config.data_parallel if isinstance(config, EngineConfig) else 1
+        read, rate = (speed / (replicas if first.device.type == "cpu" else 1) for speed in speeds)  # shared by all
+        if (plan := plans.get(point.configuration)) is not None:
+            multiply = plan.weights / (rate * first.dtype.itemsize / 2)  # seconds for one row
+            running = min(-(-point.concurrency // replicas), plan.max_running)
+            steps = -(-prompts // (running * replicas)) * tokens / prompts
+            seconds = steps * max((plan.weights + plan.draft_weights) / read, running * multiply)
+            seconds += prompts * options.workload.mean_input * multiply / replicas
+            seconds = count * max(seconds, *(options.workload.arrivals(prompts) or [0.0])[-1:])
+            total += seconds
+        about = None if seconds is None else time_text(seconds)
+        rows.append((point.configuration, point.concurrency, count, prompts, tokens, about))
+    table = tabulate(rows, headers=_HEADS, tablefmt="github", missingval="-")
     pool = "; one pool for all" if share.pages is not None else ""
     replicated = any(one.data_parallel > 1 for one in engines_of(configs).values())
     lines = "\n".join(_described(configs, plans, "of each replica " if replicated else "", pool))
@@ -86,35 +81,6 @@ def dry_run(configs: Configs, parts: Sequence[Part], heading: str = "") -> str:
     of_servers = sum(point.configuration not in plans for point in left)
     servers = f"; {counted(of_servers, 'point')} of servers not included" if of_servers else ""
     return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {time_text(total)} ({start}{servers})\n"
-
-
-def _fitted(options: SweepOptions, tokenizer: Tokenizer, longest: int) -> SweepOptions:
-    """With the rows that fit into the engines."""
-    work = options.workload
-    return replace(options, workload=work.for_engines(tokenizer, work.count(max(options.concurrency)), longest))
-
-
-def _seconds(
-    planned: tuple[Prepared, MemoryPlan, MemoryShare] | None,
-    config: EngineConfig | Server,
-    workload: Workload,
-    concurrency: int,
-    speeds: tuple[float, float],
-) -> float | None:
-    """The time of one point; None of a server."""
-    if planned is None or not isinstance(config, EngineConfig):
-        return None
-    (prepared, plan, _), replicas = planned, config.data_parallel
-    read, rate = (speed / (replicas if prepared.device.type == "cpu" else 1) for speed in speeds)  # shared by all
-    prompts = workload.requests(concurrency)
-    tokens = sum(wanted.max_new_tokens for wanted in workload.params(prompts))
-    running = min(-(-concurrency // replicas), plan.max_running)
-    steps = -(-prompts // (running * replicas)) * tokens / prompts
-    multiply = plan.weights / (rate * prepared.dtype.itemsize / 2)  # seconds for one row
-    busy = steps * max((plan.weights + plan.draft_weights) / read, running * multiply)
-    busy += prompts * workload.mean_input * multiply / replicas
-    arrivals = workload.arrivals(prompts) or [0.0]
-    return max(busy, arrivals[-1])
 
 
 def _planned(configs: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, MemoryPlan, MemoryShare]]:

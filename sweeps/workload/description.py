@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.core.sampling_params import sampling_of
 from specbatch.sweeps.workload.lengths import bounds
+from specbatch.sweeps.workload.row_sampling import described
+from specbatch.sweeps.workload.token_ids import SCRAMBLES
 
 if TYPE_CHECKING:
     from specbatch.sweeps.workload.workloads import Workload
@@ -20,6 +22,7 @@ def describe(workload: Workload, prompts: list[list[int]]) -> dict[str, Any]:
     input_range and output_range hold the smallest and the largest of random lengths, and of those that rows set.
     Without prompts: all rows."""
     inputs, outputs, turns = workload.input_range, bounds(workload.output_len), workload.most_turns
+    windows = {"files_sha256": workload.files_sha256, "window": workload.window or workload.input_len}
     params = workload.params(len(prompts) or len(workload.rows) or 1)
     own = [row.sampling for row in workload.rows if row.sampling]
     if own:
@@ -40,9 +43,12 @@ def describe(workload: Workload, prompts: list[list[int]]) -> dict[str, Any]:
         "prompts": len(prompts),
         "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
         "category": workload.category,
+        **({"scramble": workload.scramble} if workload.scramble != SCRAMBLES[0] else {}),
+        **(windows if workload.long_text else {}),
+        **({"replay": True} if workload.replay else {}),
         **({"turns": turns, "requests": workload.requests_of(len(prompts))} if turns > 1 else {}),
         "sampling": next((sampling_of(one) for one in params if one.temperature), None),
-        **({"own_sampling": _own_sampling(own, len(workload.rows))} if own else {}),
+        **({"own_sampling": described(own, len(workload.rows))} if own else {}),
         "seed": workload.seed,
         "shared": {name: getattr(workload, name) for name in ("groups", "group_prompts", "shared_len")}
         if workload.is_grouped
@@ -54,12 +60,6 @@ def describe(workload: Workload, prompts: list[list[int]]) -> dict[str, Any]:
         "prompts_sha256": sha256_of(prompts),
         **({"slo": workload.slo.as_dict()} if workload.slo else {}),
     }
-
-
-def _own_sampling(own: list[dict[str, Any]], rows: int) -> dict[str, Any]:
-    """The sampling parameters that rows set themselves, for a record."""
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-    return {"rows": len(own), "of": rows, "names": sorted({name for one in own for name in one}), "sha256": digest}
 
 
 def sha256_of(tokens: Sequence[list[int] | str]) -> str:

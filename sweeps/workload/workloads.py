@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.settings import setting
-from specbatch.config.values import burst_of, length, rates
+from specbatch.config.values import burst_of, length, lengths, one_or_several, rates
 from specbatch.core.request import SamplingParams
 from specbatch.core.sampling_params import SAMPLED, refuse_unsampled
-from specbatch.errors import SpecbatchError, at_least, refuse
-from specbatch.jobs.prompt_file import location
+from specbatch.errors import at_least, refuse
+from specbatch.jobs.long_text import LongText, Window
 from specbatch.jobs.prompts import Prompt, UnreadKeys, params_of
 from specbatch.records.objectives import Objectives
 from specbatch.servers.server import SENT
 from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categories, read_dataset
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
-from specbatch.sweeps.workload.random_prompts import Groups, draw_length, random_prompts
 from specbatch.sweeps.workload.rounds import LOAD
+from specbatch.sweeps.workload.row_sampling import check_rows, refuse_named
 from specbatch.sweeps.workload.sharegpt import LEAST_TOKENS, SHAREGPT, read_sharegpt, with_lengths
+from specbatch.sweeps.workload.token_ids import SCRAMBLES, draw_length, grouped_ids, random_ids, scrambled
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
 
-_UNUSED = {"n", "logprobs", "top_logprobs", "prompt_logprobs"}  # of a row's parameters, in a sweep
 RANDOM = ("random", "gsp")  # datasets of random token ids
 TEMPLATE = "Chat template"  # a box of --help
 
@@ -47,17 +46,23 @@ class Workload:
                 ones (`sweeps.workload.sharegpt`), with which output_len has no effect;
                 "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
                 its own order; `data` as for `specbatch eval`;
+                "repository:FOLDER", "documents:FOLDER", "many-shot": long text, of which each prompt is the last
+                input_len tokens of `window` tokens that are its own (`specbatch.jobs.long_text`);
                 or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
                 MT-Bench and SPEED-Bench (`sweeps.run.conversations`). Rows with categories are taken in turn from
                 each, so that the prompts of every point have all of them
     temperature, top_p, top_k, min_p   how answers are sampled; greedy by default, so that every configuration must
                 produce the same tokens
     category    asks only the rows of this category
+    replay      of a JSONL file: conversations are asked as they were recorded (`specbatch.jobs.replay`)
     turns       asks at most this many turns of a conversation; None: all
-    input_len   tokens per random prompt; with "gsp" its own
+    input_len   tokens per prompt that is random or of long text; with "gsp" its own
+    window      of long text, at least input_len; 0: input_len. With the same window, prompts of different lengths end
+                at the same places of the text
+    scramble    "shuffled": the tokens of each prompt in random order; "random": random ids in their place
     output_len  tokens per answer; for text the most, as an end token ends it
-    prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than four; with "gsp"
-                it runs all groups
+    prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than least_prompts;
+                with "gsp" it runs all groups
     num_prompts  a point runs this many prompts, whatever its concurrency
     request_rate  prompts that arrive in a second, at random (a Poisson process of this seed, the first one at once);
                 inf: a closed loop, where a prompt is submitted when another one ends
@@ -75,24 +80,32 @@ class Workload:
     dataset: str = setting(
         "random",
         "gsm8k, random, gsp (groups of random prompts with a shared prefix), sharegpt (--data FILE.json), lm-eval:TASK "
-        "or FILE.jsonl. Lines have the format of generate, or the turns of MT-Bench and SPEED-Bench.",
+        "or FILE.jsonl, whose lines have the format of generate, or the turns of MT-Bench and SPEED-Bench. Long text: "
+        "repository:FOLDER, documents:FOLDER, many-shot (GSM8K).",
     )
     data: Path | None = setting(
         None, "The conversations of --dataset sharegpt, or other questions for gsm8k and lm-eval:gsm8k."
     )
     input_len: Length = setting(
         INPUT_LEN,
-        "Tokens per random prompt, or a range; for gsp, without the shared prefix.",
+        "Tokens per prompt of random ids or long text. Random ids also take a range; for gsp it is without the shared "
+        "prefix. sweep takes several lengths: N,N,...",
         metavar="N|N-M",
-        parse=length,
+        parse=lengths,
     )
     output_len: Length = setting(
         128, "Output tokens per answer, or a range; for text prompts, the maximum.", metavar="N|N-M", parse=length
     )
-    prompts_per_concurrency: int = setting(
-        4, "Prompts of a point, as a multiple of its concurrency, but at least 4.", panel=LOAD
-    )
+    prompts_per_concurrency: int = setting(4, "Prompts of a point, as a multiple of its concurrency.", panel=LOAD)
     seed: int = 0
+    least_prompts: int = setting(
+        LEAST_PROMPTS, "Least number of prompts of a point. Intervals over prompts need 10.", panel=LOAD
+    )
+    window: int = setting(
+        0,
+        "Long text: tokens that each prompt has for itself, of which it is the end. The same number gives prompts of "
+        "different lengths the same ends.",
+    )
     groups: int = setting(32, "gsp: number of groups.")
     group_prompts: int = setting(16, "gsp: prompts per group.")
     shared_len: Length = setting(
@@ -130,7 +143,20 @@ class Workload:
         panel=TEMPLATE,
         flags=("--thinking/--no-thinking",),
     )
+    scramble: str = setting(
+        SCRAMBLES[0],
+        "The tokens of each prompt in random order (shuffled), or random ids in their place (random). sweep takes "
+        "several: none,shuffled,random.",
+        metavar="|".join(SCRAMBLES),
+        parse=one_or_several,
+    )
     category: str | None = setting(None, "FILE.jsonl: only the rows of this category. Default: all, in turn.")
+    replay: bool = setting(
+        False,
+        "FILE.jsonl: ask at each message of the assistant in a row's messages, tool calls and results included. What "
+        "follows is the recorded message, not the answer.",
+        flags=("--replay",),
+    )
     turns: int | None = setting(
         None,
         "FILE.jsonl: ask at most this many turns of each conversation. Later turns follow the configuration's own "
@@ -156,11 +182,13 @@ class Workload:
     read_task: TaskReader | None = field(default=None, repr=False, compare=False)
     rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
     stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
+    long_text: LongText | None = field(default=None, init=False, repr=False)
+    files_sha256: str | None = field(default=None, init=False)  # of long text
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "shared_len"):
             check_length(name, getattr(self, name))
-        for name in ("prompts_per_concurrency", "groups", "group_prompts"):
+        for name in ("prompts_per_concurrency", "least_prompts", "groups", "group_prompts"):
             at_least(name, getattr(self, name), 1)
         for name in ("groups", "group_prompts", "shared_len"):
             if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
@@ -189,28 +217,48 @@ class Workload:
                 str(self.data),
                 "goes with the data sets gsm8k, sharegpt and lm-eval:TASK; name another file as the data set itself",
             )
+        object.__setattr__(self, "long_text", LongText.named(self.dataset))
+        if self.window and (self.long_text is None or self.window < bounds(self.input_len)[0]):
+            raise refuse("window", self.window, "goes with long text, and is at least input_len; leave it out")
+        if self.scramble not in SCRAMBLES:
+            raise refuse("scramble", self.scramble, f"use one of {', '.join(SCRAMBLES)}")
         if self.is_random:
-            for name in ("chat_template", "thinking", "category", "turns"):
-                if getattr(self, name) is not None:
-                    raise refuse(name, getattr(self, name), f"{self.dataset} prompts are not text; leave it out")
+            self._refuse_given("are not text")
+            if self.scramble != SCRAMBLES[0]:
+                raise refuse("scramble", self.scramble, f"{self.dataset} prompts are random already; leave it out")
             return
         if not isinstance(self.output_len, int):
             raise refuse(
                 "output_len", shown(self.output_len), "answers of text end by themselves; give one number, the maximum"
             )
+        if self.long_text is not None:
+            self._refuse_given("are continued as they are")
+            if not isinstance(self.input_len, int):
+                raise refuse("input_len", shown(self.input_len), "prompts of long text have one length; give a number")
+            object.__setattr__(self, "stop", self.long_text.stop)
+            object.__setattr__(self, "files_sha256", self.long_text.digest())
+            return
         if self.has_own_lengths:
             if self.data is None:
                 raise refuse("dataset", SHAREGPT, "name its file with data=ShareGPT_V3_unfiltered_cleaned_split.json")
             rows, stop = list[Prompt](read_sharegpt(self.data, self.seed)), tuple[str, ...]()
         else:
-            rows, stop = read_dataset(self.dataset, self.data, self.read_task, as_messages=bool(self.chat_template))
+            form = {"as_messages": bool(self.chat_template), "replay": self.replay}
+            rows, stop = read_dataset(self.dataset, self.data, self.read_task, **form)
         rows = self._of_turns(of_categories(rows, self.category))
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
-        self._check_sampling()
+        check_rows(self.rows, self.data or self.dataset, self._params)
         if self.thinking is not None and not self.is_rendered:
             works = "no prompt is rendered by a chat template, which has that switch; add chat_template=True"
             raise refuse("thinking", self.thinking, works)
+        if self.scramble != SCRAMBLES[0] and self.most_turns > 1:
+            raise refuse("scramble", self.scramble, "later turns are rendered from text; use turns=1")
+
+    def _refuse_given(self, why: str) -> None:
+        for name in ("chat_template", "thinking", "category", "turns"):
+            if getattr(self, name) is not None:
+                raise refuse(name, getattr(self, name), f"{self.dataset} prompts {why}; leave it out")
 
     @property
     def is_random(self) -> bool:
@@ -253,7 +301,7 @@ class Workload:
     @property
     def input_range(self) -> tuple[int, int] | None:
         """Fewest and most tokens of a prompt; None where it takes the tokenizer to know."""
-        if not self.is_random:
+        if not self.is_random and self.long_text is None:
             return None
         parts = [bounds(self.input_len), *([bounds(self.shared_len)] if self.is_grouped else [])]
         return sum(least for least, _ in parts), sum(most for _, most in parts)
@@ -300,33 +348,12 @@ class Workload:
 
     def refuse_unsent(self) -> None:
         """Refuse parameters in a row that are not sent to servers."""
-        self._refuse_rows(SENT, "is not sent to a server; leave it out")
-
-    def _check_sampling(self) -> None:
-        """Refuse parameters in a row that a sweep cannot use: it counts one answer to each prompt, without
-        log-probabilities."""
-        names = {item.name for item in fields(SamplingParams)} - _UNUSED
-        self._refuse_rows(names, "has no effect in a sweep; leave it out")
-        for index, row in enumerate(self.rows):
-            try:
-                params = self._params(index)
-                refuse_unsampled({name: getattr(params, name) for name in SAMPLED})
-            except SpecbatchError as error:  # together with those of the workload
-                raise self._of_row(row, str(error)) from None
-
-    def _refuse_rows(self, names: Collection[str], works: str) -> None:
-        for row in self.rows:
-            if unused := row.sampling.keys() - names:
-                raise self._of_row(row, f"{', '.join(sorted(unused))} {works}")
-
-    def _of_row(self, row: Prompt, problem: str) -> SpecbatchError:
-        setting, source = ("dataset", self.dataset) if self.data is None else ("data", str(self.data))
-        return refuse(setting, location(source, row.line), f"sampling: {problem}")
+        refuse_named(self.rows, self.data or self.dataset, SENT, "is not sent to a server; leave it out")
 
     def count(self, concurrency: int) -> int:
         if self.is_grouped:
             return self.groups * self.group_prompts
-        return self.num_prompts or max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+        return self.num_prompts or max(self.prompts_per_concurrency * concurrency, self.least_prompts)
 
     def held(self, concurrency: int) -> int:
         """How many requests an engine must hold at once: uncapped, what does not fit waits."""
@@ -367,14 +394,25 @@ class Workload:
 
     def prompts(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
         """The first `count` prompts as token ids. A file with fewer rows starts over."""
-        if not self.is_random:
+        if self.is_grouped:
+            parts = self.groups, self.group_prompts, self.shared_len, self.input_len
+            return grouped_ids(tokenizer, count, *parts, self.seed)
+        if self.is_random:
+            return random_ids(tokenizer, count, self.input_len, self.seed)
+        if self.long_text is not None:
+            encoded = [window.end(tokenizer, bounds(self.input_len)[0]) for window in self.windows(tokenizer, count)]
+        else:
             template = self.chat_template is not False
             encoded = [
                 row.encode(tokenizer, chat_template=template, thinking=self.thinking) for row in self.rows[:count]
             ]
-            return [encoded[index % len(encoded)] for index in range(count)]
-        shared = Groups(self.groups, self.group_prompts, self.shared_len) if self.is_grouped else None
-        return random_prompts(tokenizer, count, self.seed, self.input_len, shared)
+        encoded = scrambled(tokenizer, encoded, self.scramble, self.seed)
+        return [encoded[index % len(encoded)] for index in range(count)]
+
+    def windows(self, tokenizer: Tokenizer, count: int) -> list[Window]:
+        """The windows of long text whose ends are the first `count` prompts; none where they are not long text."""
+        size = max(self.window, bounds(self.input_len)[0])
+        return self.long_text.windows(tokenizer, size, count, self.seed) if self.long_text else []
 
     def messages(self, count: int) -> list[list[dict[str, Any]] | None]:
         """What the chat template renders as the first `count` prompts; None for those of another kind."""

@@ -22,7 +22,7 @@ from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.run.benchmark import SweepOptions
 from specbatch.sweeps.run.configurations import by_model
 from specbatch.sweeps.run.engine_groups import LoadedGroup, groups_of, in_batches
-from specbatch.sweeps.run.estimate import Part, dry_run
+from specbatch.sweeps.run.estimate import dry_run
 from specbatch.sweeps.run.loading import check, one_group
 from specbatch.sweeps.run.sweep import run_sweep
 from specbatch.sweeps.workload.workloads import Workload
@@ -70,7 +70,7 @@ AXES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "corpus_tokens": ([1024, 2048], CORPUS),
     "corpus_min": ([2, 4], CORPUS),
     "verification": (["token", "block"], MODEL),
-    "verify_budget": ([1.5, 2.0], MODEL),
+    "verify_budget": ([1.5, 2.0, "auto"], MODEL),
     "simulate_accept_length": ([1.5, 2.0], MODEL),
     "simulate_accept": (["0.5,0.4,0.3", "0.9,0.4,0.3"], MODEL),
 }
@@ -140,15 +140,15 @@ def planned_grid(folder: Path, axis: str, values: list[Any], more: dict[str, Any
     models = by_model(grid(folder, axis, values, more))
     for ours in models.values():
         check(ONE.fitted(ours))
-        dry_run(ours, [Part(ONE)])
+        dry_run(ours, ONE, None)
     return models
 
 
 def test_what_cannot_run_among_several_is_named(tmp_path: Path) -> None:
     with pytest.raises(SpecbatchError, match=r"^one tensor-parallel=3: tensor_parallel=3: it must divide num_key"):
-        dry_run(grid(tmp_path, "tensor_parallel", [1, 3], {}), [Part(OPTIONS)])
+        dry_run(grid(tmp_path, "tensor_parallel", [1, 3], {}), OPTIONS, None)
     with pytest.raises(SpecbatchError, match=r"^concurrency=2: one kv-pages=3 can hold 1 of these requests"):
-        dry_run(grid(tmp_path, "kv_pages", [3, 40], {}), [Part(OPTIONS)])
+        dry_run(grid(tmp_path, "kv_pages", [3, 40], {}), OPTIONS, None)
 
 
 def test_a_dry_run_knows_the_number_of_gpus(tmp_path: Path, use_gpus: Any) -> None:
@@ -157,7 +157,7 @@ def test_a_dry_run_knows_the_number_of_gpus(tmp_path: Path, use_gpus: Any) -> No
     for name, config in configs.items():
         object.__setattr__(config, "device", "cuda" if "2" in name else "cpu")
     with pytest.raises(SpecbatchError, match=r"tensor_parallel=2: this machine has 1 CUDA devices; use at most that"):
-        dry_run(configs, [Part(OPTIONS)])
+        dry_run(configs, OPTIONS, None)
 
 
 def test_rounds_alternate_between_groups(tmp_path: Path) -> None:
