@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -142,7 +143,6 @@ def sweep(
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
-    from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.report.parts import MODES, RATE, THINKING, folders_of, write_parts
     from specbatch.sweeps.run.benchmark import SweepOptions
@@ -204,6 +204,7 @@ def sweep(
     settings = options.described(
         engines if server is None else [server.model],
         shortened=is_shortened,
+        varies="" if axis is None else axis[0],
     )
     if axis is not None and not compare_thinking:
         settings += f"; one after the other: {axis[0].replace('_', '-')} {', '.join(parts)}"
@@ -217,11 +218,15 @@ def sweep(
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return
-    resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
+    models = by_model(engines)
+    inside = list(models) if len(models) > 1 else []
+    if axis is not None:
+        inside = [path.name for path in folders_of(Path(), axis[0], tuple(parts)).values()]
+    resumes = "*" if output is not None and _continues(output, inside) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
         options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
-        models, statuses = by_model(engines), list[int]()
+        statuses = list[int]()
         if axis is not None:
             with progress("sweep", "requests") as report:
                 summary, rows = run_parts(
@@ -268,6 +273,15 @@ def sweep(
     swept = [folder] if axis is None else [*folders_of(folder, axis[0], tuple(parts)).values()]
     if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, swept))):
         raise typer.Exit(1)
+
+
+def _continues(output: Path, inside: Collection[str]) -> bool:
+    """Whether `output` holds points of such a sweep: in some of these folders, or itself if there are none. Of a sweep
+    of another kind its summary would be overwritten."""
+    from specbatch.records.sweep_plan import PLAN
+
+    is_one, begun = (output / PLAN).exists(), {path.parent.name for path in output.glob(f"*/{PLAN}")}
+    return not is_one and not begun.isdisjoint(inside) if inside else is_one
 
 
 def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:
