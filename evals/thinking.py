@@ -16,18 +16,15 @@ from specbatch.evals.several import SeveralReports
 from specbatch.files.atomic_file import write_atomic
 from specbatch.records.markdown import markdown_table
 from specbatch.records.reasoning import parts_of, parts_table
-from specbatch.sweeps.report.variants import THINKING as AXIS
+from specbatch.sweeps.report.parts import MODES, THINKING, folders_of
 
 __all__ = ["ThinkingGrids", "ThinkingReports", "folders_of", "in_modes"]
-
-THINKING = AXIS.name
-folders_of = AXIS.folders
 
 
 def in_modes(options: EvalOptions, folder: Path) -> dict[str, EvalOptions]:
     """The options of each mode, with its folder in `folder` as output."""
     paths = folders_of(folder)
-    return {mode: replace(options, thinking=is_on, output=paths[mode]) for mode, is_on in AXIS.values.items()}
+    return {mode: replace(options, thinking=is_on, output=paths[mode]) for mode, is_on in MODES.items()}
 
 
 @dataclass(frozen=True)

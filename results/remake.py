@@ -30,6 +30,7 @@ from specbatch.sweeps.bench.sections import KINDS, kind_of
 from specbatch.sweeps.bench.tables import write_tables
 from specbatch.sweeps.report.gains import FILES as GAINS
 from specbatch.sweeps.report.gains import gains_of
+from specbatch.sweeps.report.parts import load_parts, part_files
 from specbatch.sweeps.report.pivots import FILES as PIVOTS
 from specbatch.sweeps.report.pivots import asked_in, made
 from specbatch.sweeps.report.points import load_records
@@ -39,8 +40,8 @@ RESULTS = Path(__file__).parent
 
 
 def tables_of(archive: Path) -> dict[str, str]:
-    """All tables that the records of a sweep, a bench or an evaluation make: content by name. Pivot tables and gains
-    are those that the files beside the archive name."""
+    """All tables that the records of a sweep or of several, a bench or an evaluation make: content by name. Pivot
+    tables and gains are those that the files beside the archive name."""
     with unpacked("records", archive) as folder:
         return _of_runs(folder) | _pivots(archive, folder) | _gains(archive, folder)
 
@@ -53,9 +54,11 @@ def _of_runs(folder: Path) -> dict[str, str]:
         return table_files(load_records(folder), unfinished(folder))
     if (folder / RECORD).exists():
         return EvalReport.load(folder).files()
-    if any(kind_of(path.parent.name) not in KINDS for path in folder.glob(f"*/{PLAN}")):
-        return {}  # several sweeps, of which there are pivot tables
-    return {"summary.md": write_tables(folder), "summary.csv": (folder / "summary.csv").read_text()}
+    if all(kind_of(path.parent.name) in KINDS for path in folder.glob(f"*/{PLAN}")):
+        return {"summary.md": write_tables(folder), "summary.csv": (folder / "summary.csv").read_text()}
+    parts = load_parts(folder)
+    files = {} if parts is None else part_files(parts)[0]  # without: there are pivot tables of them
+    return {name: text for name, text in files.items() if not name.endswith(".svg")}
 
 
 def _pivots(archive: Path, folder: Path) -> dict[str, str]:

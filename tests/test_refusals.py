@@ -99,9 +99,12 @@ VALUES: list[tuple[Callable[..., Any], str, list[Any], str]] = [
     (spec("dspark", draft_tokens=4), "verify_budget", [0.5, 1, -3], "use more than 1 and up to 5 (draft_tokens + 1)"),
     (spec("dspark", draft_tokens=4), "verify_budget", [5.5], "up to 5"),
     (spec("ngram"), "verify_budget", ["2", math.nan, math.inf, True], "use a number above 1"),
+    (spec("ngram"), "verify_budget", ["all"], "use a number above 1, or auto"),
+    (spec("eagle", draft_steps=2, draft_topk=2), "verify_budget", ["auto"], "use draft_topk=1"),
+    (spec("mtp", simulate_accept_length=2.0), "verify_budget", ["auto"], "does not depend on confidence"),
     (Speculation, "verify_budget", [2.0], "algorithm 'none' drafts nothing"),
     (spec("eagle", draft_steps=2, draft_topk=2), "verify_budget", [2], "use draft_topk=1"),
-    (spec("eagle3", draft_tokens="auto"), "verify_budget", [2], "one length for all requests"),
+    (spec("eagle3", draft_tokens="auto"), "verify_budget", [2], "use a number, or 'auto' for both"),
     (spec("mtp", verification="block"), "verify_budget", [2], "use 'token'"),
     (spec("mtp", simulate_accept_length=2.0), "verify_budget", [2], "leave the simulation or the budget out"),
     (
@@ -172,14 +175,14 @@ ENGINES: list[tuple[dict[str, Any], str, str]] = [
         ({"speculation": Speculation("standalone", draft=draft)}, f"draft={draft!r}", works)
         for draft, works in [
             ("toy-foreign", "shares no text with it"),
-            ("self:skip=4", "layers 0-3"),
-            ("self:skip=0-3", "keep at least one"),
+            ("self:skip=3", "layers 0-2"),
+            ("self:skip=0-2", "keep at least one"),
             ("self:skip=2-1", "self:skip=FIRST-LAST"),
             ("self:skip=", "self:skip=FIRST-LAST"),
             ("self:skip=a-b", "self:skip=FIRST-LAST"),
             ("self:skip=1,,2", "self:skip=FIRST-LAST"),
             ("self:skip=-1", "self:skip=FIRST-LAST"),
-            ("self:skip=1-99999999999", "layers 0-3"),
+            ("self:skip=1-99999999999", "layers 0-2"),
             ("self:layers=1", "self:skip=FIRST-LAST"),
             ("self:", "self:skip=FIRST-LAST"),
         ]

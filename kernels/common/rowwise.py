@@ -106,9 +106,9 @@ def log_softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def multiply_add(x: torch.Tensor, factor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """x + factor * other, elementwise."""
+    """x + factor * other, elementwise, in the memory of x."""
     # A compiler may fuse the two in the vectorized part of a loop only.
-    return x + factor * other if is_deterministic() else torch.addcmul(x, factor, other)
+    return x.add_(factor * other) if is_deterministic() else x.addcmul_(factor, other)
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     """
     wide = x.float()
     squares = row_sum(wide * wide) if is_deterministic() else torch.linalg.vecdot(wide, wide)
-    scale = torch.rsqrt(squares / x.shape[-1] + eps)
-    return ((wide * scale.unsqueeze(-1)).to(x.dtype) * weight).to(x.dtype)
+    scale = squares.unsqueeze(-1).div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
 
 
 rms_norm = op(rms_norm_ref, "specbatch.kernels.elementwise.elementwise_triton:rms_norm")  # for x [T, H]

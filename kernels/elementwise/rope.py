@@ -23,5 +23,4 @@ def rope_table(
 
 def apply_rope_ref(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [T, heads, head_dim] by cos, sin [T, 1, head_dim] of its tokens' positions (from `rope_table`)."""
-    half = x.shape[-1] // 2
-    return multiply_add(x * cos, torch.cat([x[..., half:], x[..., :half]], -1), sin)
+    return multiply_add(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

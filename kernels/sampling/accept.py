@@ -24,6 +24,8 @@ class Proposal(NamedTuple):
                    None where nothing asks for it or the drafter has none
     packed         rows that the verify computes; None for all of them
     levels         int64 [B, N-1]: of the confidence in each draft, for `verify_budget.learn`; None without a budget
+    values         float32 [B, N-1]: the predicted probability that each draft is reached and accepted, -1 of those that
+                   do not count; None unless the host chooses budgets
     """
 
     tokens: torch.Tensor
@@ -34,6 +36,7 @@ class Proposal(NamedTuple):
     confidence: torch.Tensor | None = None
     packed: PackedRows | None = None
     levels: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 class BatchRows(NamedTuple):

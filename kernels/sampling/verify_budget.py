@@ -11,12 +11,23 @@ from specbatch.kernels.common.packed_rows import pack_rows
 from specbatch.kernels.dispatch import op
 from specbatch.kernels.sampling.accept import Proposal
 
-LEVELS = 16  # of confidence, whose drafts are counted together
+# Drafts are counted together that have about the same confidence and place in their chains (first, second, third and
+# fourth, later ones), of greedy requests and of sampled ones; and all of padding.
+LEVELS, PLACES = 16, 4
+PADDING = 2 * LEVELS * PLACES
+KINDS = PADDING + 1
 WEIGHT = 8.0  # drafts that the confidence itself counts as
 MOST = 1 << 12  # counted drafts of a level; then both counts are halved, so that newer drafts weigh more
 # Of a drafter without confidence: the acceptance of a new request, how many drafts it counts as, and the weight of a
 # draft after another verify. A request that has no drafts verified returns to the guess.
 GUESS, GUESSED, MEMORY = 0.7, 2.0, 0.9
+
+
+def draft_values(conditional: torch.Tensor, drafted: torch.Tensor) -> torch.Tensor:
+    """The probability that each draft is reached and accepted, float32 [B, n], for conditional probabilities of
+    acceptance float32 [B, n] and drafted int64 [B]; -1 of those that do not count."""
+    place = torch.arange(conditional.shape[1], device=drafted.device)
+    return conditional.double().cumprod(1).float().masked_fill(place >= drafted[:, None], -1.0)
 
 
 def verified_drafts(conditional: torch.Tensor, drafted: torch.Tensor, total: int) -> torch.Tensor:
@@ -26,10 +37,7 @@ def verified_drafts(conditional: torch.Tensor, drafted: torch.Tensor, total: int
     Among equal values earlier drafts come first, then earlier requests. Drafts that do not count come last; they fill
     the rows that nothing else takes.
     """
-    batch, most = conditional.shape
-    values = conditional.double().cumprod(1).float()
-    place = torch.arange(most, device=drafted.device)
-    values = values.masked_fill(place >= drafted[:, None], -1.0)
+    batch, values = len(drafted), draft_values(conditional, drafted)
     # By position first, so that the stable sort keeps this order among equals.
     chosen = values.T.flatten().sort(descending=True, stable=True).indices[:total]
     return torch.zeros_like(drafted).index_add_(0, chosen % batch, torch.ones_like(chosen))
@@ -42,11 +50,13 @@ def spend_ref(
     proposal: Proposal,
     temperature: torch.Tensor | None,
     total: int,
+    *,
+    with_values: bool = False,
 ) -> Proposal:
     """Choose the drafts of requests in `slots` int64 [B], 0 for padding, that are verified by `total` rows: the
-    proposal with as many drafts, the packed rows and the levels of confidence.
+    proposal with as many drafts, the packed rows, the levels of confidence and, if asked for, the values.
 
-    counts int64 [2, 2 * LEVELS + 1] and recent float32 [2, slots + 1]: see `VerifyBudget`; temperature float32 [B]:
+    counts int64 [2, KINDS] and recent float32 [2, slots + 1]: see `VerifyBudget`; temperature float32 [B]:
     None if all requests are greedy.
     """
     batch, most = proposal.tokens.shape
@@ -55,15 +65,21 @@ def spend_ref(
         compared, accepted = recent[:, slots]
         confidence = ((accepted + GUESS * GUESSED) / (compared + GUESSED))[:, None].expand(-1, most)
     confidence = confidence.nan_to_num(0.0).clamp(0.0, 1.0)
+    place = torch.arange(most, device=slots.device)
     levels = (confidence * LEVELS).long().clamp(max=LEVELS - 1)
+    levels = levels + LEVELS * ((place > 0).long() + (place > 1) + (place > 3))
     if temperature is not None:
-        levels = levels + LEVELS * (temperature > 0)[:, None]
-    levels = levels.masked_fill((slots == 0)[:, None], 2 * LEVELS)
+        levels = levels + LEVELS * PLACES * (temperature > 0)[:, None]
+    levels = levels.masked_fill((slots == 0)[:, None], PADDING)
     compared, accepted = counts[:, levels]
     conditional = (accepted + WEIGHT * confidence) / (compared + WEIGHT)
-    count = verified_drafts(conditional, torch.where(slots > 0, proposal.drafted, 0), total - batch)
+    drafted = torch.where(slots > 0, proposal.drafted, 0)
+    count = verified_drafts(conditional, drafted, total - batch)
     packed = pack_rows(count + 1, most + 1, total)
-    return proposal._replace(drafted=torch.minimum(count, proposal.drafted), packed=packed, levels=levels)
+    values = draft_values(conditional, drafted) if with_values else None
+    return proposal._replace(
+        drafted=torch.minimum(count, proposal.drafted), packed=packed, levels=levels, values=values
+    )
 
 
 def learn_ref(

@@ -15,17 +15,18 @@ from specbatch.kernels.common.packed_rows import PackedRows
 from specbatch.kernels.common.pdl_triton import pdl, wait_for_previous_kernel
 from specbatch.kernels.common.sizes import next_power_of_2
 from specbatch.kernels.sampling.accept import Proposal
-from specbatch.kernels.sampling.verify_budget import GUESS, GUESSED, LEVELS, MEMORY, MOST, WEIGHT
+from specbatch.kernels.sampling.verify_budget import GUESS, GUESSED, KINDS, LEVELS, MEMORY, MOST, PLACES, WEIGHT
 
 VALUE_BITS = 30  # enough for 1 + the bit pattern of a float32 between 0 and 1
 
 
 @triton.jit(do_not_specialize=["batch", "total", "columns"])
 def spend_kernel(
-    counts, recent, slots, drafted, confidence, temperature, verified, levels, places, rows, firsts, batch, total,
-    columns, spacing, draft_spacing,
+    counts, recent, slots, drafted, confidence, temperature, verified, levels, values, places, rows, firsts, batch,
+    total, columns, spacing, draft_spacing,
     DRAFTS: tl.constexpr, BATCH: tl.constexpr, NODES: tl.constexpr, VALUE_BITS: tl.constexpr, TIE_BITS: tl.constexpr,
-    LEVELS: tl.constexpr, WEIGHT: tl.constexpr, GUESS: tl.constexpr, GUESSED: tl.constexpr, PDL: tl.constexpr,
+    LEVELS: tl.constexpr, PLACES: tl.constexpr, WEIGHT: tl.constexpr, GUESS: tl.constexpr, GUESSED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous_kernel(PDL)
     request, place = tl.arange(0, BATCH), tl.arange(0, NODES)
@@ -43,12 +44,13 @@ def spend_kernel(
         sure = tl.load(confidence + apart, is_draft, other=0.0)
     sure = tl.where(sure > 0.0, tl.minimum(sure, 1.0), 0.0)  # 0 for NaN
     level = tl.minimum((sure * LEVELS).to(tl.int64), LEVELS - 1)
+    level += LEVELS * ((place > 0).to(tl.int64) + (place > 1).to(tl.int64) + (place > 3).to(tl.int64))[None, :]
     if temperature is not None:
-        level += tl.where(tl.load(temperature + request, real, other=0.0) > 0.0, LEVELS, 0)[:, None]
-    level = tl.where((slot == 0)[:, None], 2 * LEVELS, level)
+        level += tl.where(tl.load(temperature + request, real, other=0.0) > 0.0, LEVELS * PLACES, 0)[:, None]
+    level = tl.where((slot == 0)[:, None], 2 * LEVELS * PLACES, level)
     tl.store(levels + cell, level, is_draft)
     compared = tl.load(counts + level, is_draft, other=0).to(tl.float32)
-    accepted = tl.load(counts + 2 * LEVELS + 1 + level, is_draft, other=0).to(tl.float32)
+    accepted = tl.load(counts + 2 * LEVELS * PLACES + 1 + level, is_draft, other=0).to(tl.float32)
     conditional = tl.div_rn(accepted + WEIGHT * sure, compared + WEIGHT).to(tl.float64)
     # One factor after the other: a scan would round the products in another order.
     product = tl.full([BATCH], 1.0, tl.float64)
@@ -58,6 +60,8 @@ def spend_kernel(
         value = tl.where((place == draft)[None, :], product.to(tl.float32)[:, None], value)
 
     counted = place[None, :] < tl.where(slot > 0, limit, 0)[:, None]
+    if values is not None:
+        tl.store(values + cell, tl.where(counted, value, -1.0), is_draft)
     key = tl.where(counted, value.to(tl.int32, bitcast=True) + 1, 0).to(tl.int64) << TIE_BITS
     key += BATCH * NODES - 1 - (place[None, :] * BATCH + request[:, None])
     key = tl.where(is_draft, key, -1)
@@ -93,22 +97,25 @@ def spend(
     proposal: Proposal,
     temperature: torch.Tensor | None,
     total: int,
+    *,
+    with_values: bool = False,
 ) -> Proposal:
     """`verify_budget.spend_ref`; confidence may be strided."""
     batch, most = proposal.tokens.shape
     assert batch <= total <= batch * (most + 1), "every request has its newest token verified, and at most all drafts"
     confidence = proposal.confidence
     verified, levels = torch.empty_like(slots), slots.new_empty(batch, most)
+    values = torch.empty(batch, most, dtype=torch.float32, device=slots.device) if with_values else None
     places, rows, firsts = (slots.new_empty(size) for size in (total, batch * (most + 1), batch + 1))
     block, nodes = next_power_of_2(batch), next_power_of_2(most + 1)
     spend_kernel[(1,)](
-        counts, recent, slots, proposal.drafted, confidence, temperature, verified, levels, places, rows, firsts, batch,
-        total, recent.stride(0), *((0, 0) if confidence is None else confidence.stride()),
+        counts, recent, slots, proposal.drafted, confidence, temperature, verified, levels, values, places, rows,
+        firsts, batch, total, recent.stride(0), *((0, 0) if confidence is None else confidence.stride()),
         DRAFTS=most, BATCH=block, NODES=nodes, VALUE_BITS=VALUE_BITS, TIE_BITS=(block * nodes).bit_length() - 1,
-        LEVELS=LEVELS, WEIGHT=WEIGHT, GUESS=GUESS, GUESSED=GUESSED, num_warps=warps_for(block * nodes),
+        LEVELS=LEVELS, PLACES=PLACES, WEIGHT=WEIGHT, GUESS=GUESS, GUESSED=GUESSED, num_warps=warps_for(block * nodes),
         enable_fp_fusion=False, **pdl(slots),
     )  # fmt: skip
-    return proposal._replace(drafted=verified, packed=PackedRows(places, rows, firsts), levels=levels)
+    return proposal._replace(drafted=verified, packed=PackedRows(places, rows, firsts), levels=levels, values=values)
 
 
 @triton.jit(do_not_specialize=["batch", "columns"])
@@ -155,9 +162,9 @@ def learn(
     levels = proposal.levels
     assert levels is not None, "no budget was spent on it"
     batch, most = levels.shape
-    learn_kernel[(counts.shape[1],)](
+    learn_kernel[(KINDS,)](
         counts, recent, slots, proposal.drafted, levels, accepted, batch, recent.stride(0),
         accepted.stride(0),
-        DRAFTS=most, KINDS=counts.shape[1], MOST=MOST, MEMORY=MEMORY, BLOCK=min(1024, next_power_of_2(batch * most)),
+        DRAFTS=most, KINDS=KINDS, MOST=MOST, MEMORY=MEMORY, BLOCK=min(1024, next_power_of_2(batch * most)),
         enable_fp_fusion=False, **pdl(slots),
     )  # fmt: skip

@@ -113,7 +113,7 @@ def advise(
     steps = rounds["concurrency"] or whole_numbers("concurrency", usual.concurrency)
     repeats = REPEATS if rounds["repeats"] is None else rounds["repeats"]
     options = SweepOptions(**rounds | {"concurrency": steps, "repeats": repeats}, workload=asked)
-    settings: dict[str, Any] = {"concurrency": max(steps), "prefix_cache": asked.is_grouped}
+    settings: dict[str, Any] = {"concurrency": max(steps), "prefix_cache": asked.is_grouped or asked.replay}
     if configs is None:
         engines: dict[str, EngineConfig | Server] = dict(candidates(engine, candidate, lengths, **settings))
     else:

@@ -88,6 +88,7 @@ _LONGEST_METAVAR = 24  # a longer one takes the width of the terminal from the h
 _OVERRIDES: dict[str, tuple[Any, Any, str]] = {
     "algorithm": (str | None, None, "Default: standalone with --draft, ngram with --spec v1 or v2, else none."),
     "draft_tokens": (str | None, None, ""),
+    "verify_budget": (str | None, None, ""),
     "aux_layers": (str | None, None, ""),
     "simulate_accept": (str | None, None, ""),
     "json_schema": (str | None, None, ""),
@@ -223,6 +224,7 @@ class EngineOptions(SimpleNamespace):
         profile = None if self.simulate_accept is None else read_profile(self.simulate_accept)
         settings |= {
             "draft_tokens": draft_tokens,
+            "verify_budget": self._number_or_auto("verify_budget", float),
             "aux_layers": None if self.aux_layers is None else layers("aux_layers", self.aux_layers),
             "simulate_accept": profile,
         }

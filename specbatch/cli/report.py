@@ -61,6 +61,9 @@ def report(
 
     specbatch report out/eval --pivot tensor_parallel,concurrency,accuracy,accept_length
 
+    Of sweeps that differ in one thing (--input-len with several lengths, models), name the folder that they are in: it
+    gets their common table, and each a report.
+
     Of an evaluation in several configurations, scores.md, .csv and .json are its table with the scores.
 
     report.html is a single file that needs no network. Files of an earlier report are replaced; records are only read.
@@ -69,14 +72,17 @@ def report(
     from specbatch.records.sweep_plan import PLAN
     from specbatch.sweeps.bench.sections import KINDS, kind_of
     from specbatch.sweeps.bench.tables import write_tables
+    from specbatch.sweeps.report.parts import write_parts
     from specbatch.sweeps.report.pivots import FILES, Pivot, write_pivots
-    from specbatch.sweeps.report.report import write_report
+    from specbatch.sweeps.report.report import refuse_no_output, write_report
 
-    asked = [Pivot.parse(text) for text in pivot or ()]
+    asked = list(dict.fromkeys(map(Pivot.parse, pivot or ())))
     if records is not None:
         pack(folder, records)
     sections = sorted(path.parent for path in folder.glob(f"*/{PLAN}"))
     if asked and _has_several(folder):
+        if folder.is_file():
+            refuse_no_output(output)
         files = write_pivots(folder, output or folder, asked)
         text = "\n".join([files[0].read_text(encoding="utf-8"), *map(str, files)])
         named = {"report": str(files[0]), "files": list(map(str, files))}
@@ -94,6 +100,12 @@ def report(
             as_json=as_json,
             kept=str(paths[-1]),
         )
+        return
+    if not (folder / PLAN).exists() and (summary := write_parts(folder, output)[0]):
+        path = (output or folder) / "summary.md"
+        pages = [str(write_report(one, output and output / one.name)[-1]) for one in sections]
+        lines = "\n".join([f"{summary}\n{path}", *pages])
+        show(lines, {"report": str(path), "files": [str(path), *pages]}, as_json=as_json, kept=str(path))
         return
     grid = _grid(folder)
     paths = write_report(folder, output, () if grid is None else grid.scores(), asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 @takes_engine(
     without=("spec",),
-    defaults={"prefix_cache": "off; on with --dataset gsp", "max_running": "the highest --concurrency"} | WITH_DRAFTS,
+    defaults={"prefix_cache": "off; on with --dataset gsp and --replay", "max_running": "the highest --concurrency"}
+    | WITH_DRAFTS,
     sampling=SAMPLING_OPTIONS,
     cluster=CLUSTER_OPTIONS,
     workload=options_of(Workload, workloads.PANEL, defaults=workloads.DEFAULTS),
@@ -141,15 +143,14 @@ def sweep(
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
-    from specbatch.records.sweep_plan import PLAN
     from specbatch.runtime.device import device_type
-    from specbatch.sweeps.report.variants import RATE, THINKING, Axis, rates
+    from specbatch.sweeps.report.parts import MODES, RATE, THINKING, folders_of, write_parts
     from specbatch.sweeps.run.benchmark import SweepOptions
     from specbatch.sweeps.run.configurations import by_model
     from specbatch.sweeps.run.engine_groups import engines_of
     from specbatch.sweeps.run.loading import check, one_group, refuse_servers
     from specbatch.sweeps.run.process import run_in_process
-    from specbatch.sweeps.run.sweep import run_server, run_sweep, run_variants
+    from specbatch.sweeps.run.sweep import parts_of, run_parts, run_server, run_sweep
 
     engine, workers = clustered(engine, cluster, replicas=False)
     if workers is not None and engine_kind != "specbatch":
@@ -159,17 +160,15 @@ def sweep(
     is_shortened = on_cpu and workload[RATE] is None and None in (
         rounds["concurrency"], workload["output_len"], workload["prompts_per_concurrency"]
     )  # fmt: skip
-    axis: Axis | None = None
-    mode: dict[str, Any] = {}
+    uncapped = workload[RATE] is not None and rounds["concurrency"] is None
+    axis = workloads.axis_of(workload)
     if compare_thinking:
         word_modes(workload["thinking"])
-        axis, mode = THINKING, {"thinking": True}
-    if len(several := workload[RATE] or ()) > 1:
         if axis is not None:
-            raise refuse(RATE, ",".join(map(str, several)), "--compare-thinking takes one rate; run it for each")
-        axis, mode = rates(several), {RATE: several[:1]}
-    uncapped = workload[RATE] is not None and rounds["concurrency"] is None
-    asked = workloads.asked_workload(workload | mode, lengths, seed=engine.seed, uncapped=uncapped, **sampling)
+            raise refuse("compare_thinking", True, f"{axis[0]} has several values; leave one of them out")
+        axis = THINKING, list(MODES.values())
+    first = {} if axis is None else {axis[0]: min(axis[1]) if axis[0] == "input_len" else axis[1][0]}
+    asked = workloads.asked_workload(workload | first, lengths, seed=engine.seed, uncapped=uncapped, **sampling)
     steps = rounds["concurrency"] or whole_numbers("concurrency", lengths.concurrency)
     if uncapped:
         steps = (asked.count(1),)
@@ -183,17 +182,19 @@ def sweep(
         where = "a server, which has no baseline" if workers is None else "the workers of a cluster"
         raise refuse("until_precise", f"{100 * precise:g}%", f"does not apply to {where}; use --repeats")
     options = SweepOptions(**rounds | {"concurrency": steps, "repeats": repeats}, workload=asked)
+    parts = {} if axis is None else parts_of(options, *axis)
     server = only_server(engine, of_server, context.params, lambda name: is_given(context, name))
     engines: dict[str, EngineConfig | Server] = {}
     if server is None:
-        grouped, elsewhere = asked.is_grouped, workers is not None
-        own = {"concurrency": None if uncapped else max(steps), "prefix_cache": grouped, "elsewhere": elsewhere}
+        cached, elsewhere = asked.is_grouped or asked.replay, workers is not None
+        own = {"concurrency": None if uncapped else max(steps), "prefix_cache": cached, "elsewhere": elsewhere}
         engines = configured_with_servers(engine, configs, workload["thinking"], **own)
     if compare_thinking:
         servers = [config for config in engines.values() if isinstance(config, Server)]
         check_compared(workload["thinking"], by_model(engines), servers if server is None else [server.server])
-    if axis is not None and len(names := list(by_model(engines))) > 1:
-        raise refuse(RATE, ",".join(axis.values), f"several rates take one model, not {', '.join(names)}")
+    elif axis is not None and len(models := by_model(engines)) > 1:
+        works = f"takes one value with several models ({', '.join(models)}); run it for each"
+        raise refuse(axis[0], ",".join(map(str, axis[1])), works)
     has_servers = server is not None or len(engines_of(engines)) < len(engines)
     if workers is not None:
         refuse_servers(engines)
@@ -203,27 +204,36 @@ def sweep(
     settings = options.described(
         engines if server is None else [server.model],
         shortened=is_shortened,
+        varies="" if axis is None else axis[0],
     )
+    if axis is not None and not compare_thinking:
+        settings += f"; one after the other: {axis[0].replace('_', '-')} {', '.join(parts)}"
     if dry_run:
         from specbatch.sweeps.run.estimate import dry_run as planned
 
-        text = planned(engines, options, output)
-        if axis is not None:
-            text += f"the same for each {axis.title}: {', '.join(axis.values)}\n"
+        each = parts or {"": options}
+        places = folders_of(output, axis[0], tuple(parts)) if output and axis else dict.fromkeys(each, output)
+        texts = {label: planned(engines, one, places[label]) for label, one in each.items()}
+        text = "\n".join(f"{axis[0]} {label}:\n\n{one}" if axis else one for label, one in texts.items())
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return
-    resumes = "*" if output is not None and (any(output.glob(PLAN)) or any(output.glob(f"*/{PLAN}"))) else None
+    models = by_model(engines)
+    inside = list(models) if len(models) > 1 else []
+    if axis is not None:
+        inside = [path.name for path in folders_of(Path(), axis[0], tuple(parts)).values()]
+    resumes = "*" if output is not None and _continues(output, inside) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
         options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
-        models, statuses = by_model(engines), list[int]()
+        statuses = list[int]()
         if axis is not None:
             with progress("sweep", "requests") as report:
-                summary, rows = run_variants(
-                    engines, options, axis, folder, server=server, log=say, report=report, cluster=workers
+                summary, rows = run_parts(
+                    engines, parts, axis[0], folder, server=server, log=say, report=report, cluster=workers
                 )
-            reports = [page for path in axis.folders(folder).values() for page in write_reports(path)]
+            paths = folders_of(folder, axis[0], tuple(parts)).values()
+            reports = [page for path in paths for page in write_reports(path)]
         elif server is not None:
             with progress("sweep", "requests") as report:
                 run_server(server, options, folder, log=say, report=report)
@@ -249,6 +259,8 @@ def sweep(
                     summary += f"## {name}\n\n{text}\n"
                     rows += [{"model": name, **row} for row in found]
                     reports += write_reports(folder / name)
+            if common := write_parts(folder)[0]:
+                summary += f"## all models\n\n{common}"
             if len(statuses) == len(models):
                 raise typer.Exit(2 if set(statuses) == {2} else 1)
     lines = "\n".join([results(folder, wide=wide), *(f"plots: {path}" for path in reports)])
@@ -258,9 +270,18 @@ def sweep(
         as_json=as_json,
         kept=str(folder),
     )
-    parts = [folder] if axis is None else axis.folders(folder).values()
-    if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, parts))):
+    swept = [folder] if axis is None else [*folders_of(folder, axis[0], tuple(parts)).values()]
+    if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, swept))):
         raise typer.Exit(1)
+
+
+def _continues(output: Path, inside: Collection[str]) -> bool:
+    """Whether `output` holds points of such a sweep: in some of these folders, or itself if there are none. Of a sweep
+    of another kind its summary would be overwritten."""
+    from specbatch.records.sweep_plan import PLAN
+
+    is_one, begun = (output / PLAN).exists(), {path.parent.name for path in output.glob(f"*/{PLAN}")}
+    return not is_one and not begun.isdisjoint(inside) if inside else is_one
 
 
 def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:

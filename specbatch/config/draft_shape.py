@@ -29,7 +29,8 @@ class DraftShape(NamedTuple):
         return 1 + (self.steps - 1) * self.topk
 
 
-AUTO: Final = "auto"  # for draft_tokens: the fastest number from 0 to the whole chain
+AUTO: Final = "auto"  # for draft_tokens: the fastest number from 0 to the whole chain; for verify_budget: of rows
+QUARTERS = 4  # chosen budgets are whole quarters of a draft per request
 
 
 def counts_root(steps: int | None, topk: int | None, tokens: int | str | None) -> bool:
@@ -75,6 +76,13 @@ def auto_draft_lengths(most: int) -> tuple[int, ...]:
     """Numbers of drafts that AUTO chooses from: 0, powers of two, and `most`."""
     powers = (1 << power for power in range(most.bit_length()))
     return (0, *(length for length in powers if length < most), most)
+
+
+def auto_budgets(most: int) -> tuple[float, ...]:
+    """Rows per request that a verify of up to `most` drafts may have if AUTO chooses them: the newest token, and drafts
+    from a quarter to all, each number at most twice the one before."""
+    counts = {first << power for first in (1, 3) for power in range(most.bit_length() + 2)}
+    return tuple(1 + count / QUARTERS for count in sorted({*counts, QUARTERS * most}) if count <= QUARTERS * most)
 
 
 def _wrong(algorithm: Algorithm, shape: DraftShape) -> tuple[str, str] | None:

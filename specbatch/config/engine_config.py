@@ -208,7 +208,7 @@ class EngineConfig:
         if self.deterministic:
             self._check_deterministic()
         if self.speculation.verify_budget is not None and self.tensor_parallel > 1:
-            works = f"verify_budget={self.speculation.verify_budget:g} is for models on one device; use 1"
+            works = f"verify_budget={self.speculation.verify_budget} is for models on one device; use 1"
             raise refuse("tensor_parallel", self.tensor_parallel, works)
 
     def as_dict(self) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from typing import Literal
 
 from specbatch.algorithms import ALGORITHMS, NO_SPECULATION, Algorithm, algorithms_with
 from specbatch.config.acceptance_profile import AcceptanceProfile, geometric
-from specbatch.config.draft_shape import AUTO, DraftShape, auto_draft_lengths, shape_of
-from specbatch.config.settings import Rule, check_fields, is_number, number, setting, whole
+from specbatch.config.draft_shape import AUTO, DraftShape, auto_budgets, auto_draft_lengths, shape_of
+from specbatch.config.settings import Rule, check_fields, is_number, number, or_auto, setting, whole
 from specbatch.errors import at_least, refuse
 
 SCHEDULES = ("v1", "v2")
@@ -50,7 +50,8 @@ class Speculation:
                    is that of the most drafts, at most draft_steps + 1: fewer drafts, as "auto" and n-gram lookup make
                    them, are accepted as often position by position. Positions of a tree are its depths
     verify_budget  of a batch of B requests, B times as many rows are computed (rounded up): see
-                   `specbatch.engine.device.verify_budget`
+                   `specbatch.engine.device.verify_budget`. "auto" chooses the number for each step from measured step
+                   times and the expected acceptance: see `specbatch.engine.schedule.verify_rows`
     verification   see `specbatch.engine.device.acceptance`; greedy requests are verified alike by both rules
     """
 
@@ -134,11 +135,13 @@ class Speculation:
         "accepts at least as many on average. For chains of models and heads.",
         choices=("token", "block"),
     )
-    verify_budget: float | None = setting(
+    verify_budget: float | Literal["auto"] | None = setting(
         None,
         "Rows that the target verifies per request and step on average, newest token included. All requests draft "
-        "--draft-tokens, and the drafts that are most likely to be accepted are verified. Default: all drafts.",
-        Rule(is_number, "use a number above 1"),
+        "--draft-tokens, and the drafts that are most likely to be accepted are verified. auto: the number for each "
+        "step is chosen from measured step times and acceptance. Default: all drafts.",
+        or_auto(Rule(is_number, "use a number above 1")),
+        metavar="FLOAT|auto",
     )
     simulate_accept_length: float | None = setting(
         None,
@@ -180,7 +183,9 @@ class Speculation:
         note = "" if simulated is None else f", simulated acceptance ({simulated})"
         note += "" if self.draft_quantization is None else f", draft in {self.draft_quantization.upper()}"
         note += "" if self.corpus is None else f", corpus {self.corpus}"
-        note += "" if self.verify_budget is None else f", {self.verify_budget:g} rows verified per request"
+        if self.verify_budget is not None:
+            rows = f"up to {self.budgets[-1]:g}" if self.budgets else f"{self.verify_budget:g}"
+            note += f", {rows} rows verified per request"
         note += "" if self.verification == "token" else f", {self.verification} verification"
         most = "up to " if self.is_auto else ""
         return f"{self.algorithm}{draft}, {most}{self.shape}, schedule {self.schedule}{note}"
@@ -217,8 +222,16 @@ class Speculation:
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """How many tokens an iteration may draft, rising; a single number unless that is chosen as it runs."""
-        return auto_draft_lengths(self.num_drafts) if self.is_auto else (self.num_drafts,)
+        """How many tokens an iteration may draft, rising; a single number unless that is chosen as it runs. Where the
+        budget is chosen, too, either none or all."""
+        if self.is_auto:
+            return (0, self.num_drafts) if self.budgets else auto_draft_lengths(self.num_drafts)
+        return (self.num_drafts,)
+
+    @property
+    def budgets(self) -> tuple[float, ...]:
+        """How many rows per request a verify may have, rising, if that is chosen as it runs; else empty."""
+        return auto_budgets(self.num_drafts) if self.verify_budget == AUTO else ()
 
     @property
     def num_drafts(self) -> int:
@@ -323,15 +336,15 @@ class Speculation:
         most = self.num_drafts + 1
         if self.algorithm == NO_SPECULATION:
             works = "algorithm 'none' drafts nothing; leave it out"
-        elif self.is_auto:
-            works = "draft_tokens='auto' chooses one length for all requests; use a number, or leave the budget out"
+        elif self.is_auto and budget != AUTO:
+            works = "draft_tokens='auto' chooses one length for all requests; use a number, or 'auto' for both"
         elif self.drafts_trees:
             works = "the drafts of a tree are verified together; use draft_topk=1, or leave the budget out"
         elif self.verification != "token":
             works = f"verification={self.verification!r} decides on whole chains; use 'token', or leave the budget out"
         elif self.simulated is not None:
             works = "simulated acceptance does not depend on confidence; leave the simulation or the budget out"
-        elif not 1 < budget <= most:
+        elif budget != AUTO and not 1 < budget <= most:
             works = f"the newest token of a request takes one row; use more than 1 and up to {most} (draft_tokens + 1)"
         else:
             return

@@ -23,15 +23,15 @@ def whole_numbers(setting: str, text: str) -> tuple[int, ...]:
         raise refuse(setting, text, "use whole numbers of at least 1, separated by commas: 1,8,32,128") from None
 
 
-def rates(setting: str, text: str) -> tuple[float, ...]:
-    """Comma-separated rates above 0, of which inf is one."""
+def rates(setting: str, text: str) -> float | list[float]:
+    """A rate above 0, of which inf is one, or a list of several (`1,5,inf`)."""
     try:
-        found = tuple(float(part) for part in text.split(","))
+        found = [float(part) for part in text.split(",")]
     except ValueError:
-        found = ()
+        found = []
     if not found or not all(rate > 0 for rate in found):
         raise refuse(setting, text, "use requests per second above 0, or inf, separated by commas: 1,5,inf")
-    return found
+    return found if len(found) > 1 else found[0]
 
 
 def layers(setting: str, text: str) -> tuple[int, ...]:
@@ -47,6 +47,16 @@ def length(setting: str, text: str) -> int | tuple[int, int]:
     if found := re.fullmatch(r"(\d{1,19})-(\d{1,19})", text):
         return int(found[1]), int(found[2])
     return whole_number(setting, text, "a range such as 64-256")
+
+
+def lengths(setting: str, text: str) -> int | tuple[int, int] | list[int]:
+    """As `length`, or a list of several numbers (`512,1024`)."""
+    return [*whole_numbers(setting, text)] if "," in text else length(setting, text)
+
+
+def one_or_several(setting: str, text: str) -> str | list[str]:
+    """A name, or a list of several, separated by commas."""
+    return [*names(setting, text)] if "," in text else text
 
 
 def whole_number(setting: str, text: str, other: str) -> int:

@@ -27,6 +27,7 @@ class StepInput:
     bound       no KV is longer than this after the step
     needs_confidence  whether the proposal shall have one, if the drafter can
     prefixes    that requests share, for attention that reads them once; None: none
+    budget      rows per request of the verify, where the host chooses it; else None
     """
 
     batch: DeviceBatch
@@ -38,6 +39,7 @@ class StepInput:
     sampling: Sampling
     needs_confidence: bool = False
     prefixes: SharedPrefixes | None = None
+    budget: float | None = None
 
     def verified(self, accepted: torch.Tensor) -> VerifiedRows:
         """The requests after a verify that accepted so many drafts [B] of each."""

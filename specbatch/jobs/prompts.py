@@ -47,7 +47,9 @@ class Prompt:
 
     sampling   the sampling parameters that the line sets
     category   of a benchmark with several
-    later      messages of the user that follow, each after the answer to the one before
+    later      what follows, turn by turn: a message of the user after the answer to the one before, or recorded
+               messages that take the place of that answer (`specbatch.jobs.replay`)
+    tools      functions that the answers may call
     unread     keys of the line, or columns of the data set, that are not read
     """
 
@@ -57,7 +59,8 @@ class Prompt:
     id: str | int | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
     category: str | None = None
-    later: tuple[str, ...] = ()
+    later: tuple[str | list[dict[str, Any]], ...] = ()
+    tools: list[dict[str, Any]] = field(default_factory=list)
     unread: tuple[str, ...] = ()
 
     def as_message(self) -> Prompt:
@@ -80,11 +83,12 @@ class Prompt:
         tools: list[dict[str, Any]] | None = None,
     ) -> list[int]:
         """Token ids. Without `chat_template`, messages are joined with blank lines. `thinking`: `enable_thinking` of
-        the template; None leaves its default. `tools`: functions that the answer may call. Texts of far more than
-        `most` tokens are refused before they are encoded.
+        the template; None leaves its default. `tools`: functions that the answer may call; None: its own. Texts of far
+        more than `most` tokens are refused before they are encoded.
         """
         if self.form == "prompt_token_ids":
             return list(self.value)
+        tools = self.tools if tools is None else tools
         if self.form == "messages":
             text = "\n\n".join(message["content"] or "" for message in self.value)
         else:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
@@ -80,14 +80,15 @@ def shapes_and_matrices(config: ModelConfig) -> tuple[Shapes, list[tuple[str, ..
     if of_head is not None:
         return of_head, []
     read = _recorded(config)
-    return read.shapes, read.joined
+    return read.shapes.copy(), read.joined.copy()
 
 
 def decoder_shapes(config: ModelConfig) -> Shapes:
     """Name -> shape of the tensors that a decoder of this config reads."""
-    return _recorded(config).shapes
+    return _recorded(config).shapes.copy()
 
 
+@lru_cache(16)  # start-up asks for the same ones a dozen times, of models with up to 70,000 weights
 def _recorded(config: ModelConfig) -> ShapeRecorder:
     """What a decoder of this config reads, from building one without weights."""
     read, family, names = ShapeRecorder(config), import_module(config.module), config.names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -68,11 +68,35 @@ def denominators_note(runs: Iterable[Mapping[str, Any]]) -> str:
 
 
 def draft_length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:
-    """How often each draft length was chosen, from the counters of one or more runs of a configuration, and its caps.
+    """How often each draft length or verify budget was chosen, from the counters of one or more runs of a
+    configuration, and its caps.
 
-    One line for each batch bucket with at least a twentieth of the steps, and where contexts had several powers of two
-    one for each of these; none where the length was fixed.
+    One line for each batch bucket with at least a twentieth of the steps, and of draft lengths where contexts had
+    several powers of two one for each of these; none where both were fixed.
     """
+    runs = list(runs)
+    return [*_length_lines(runs, caps), *_budget_lines(runs, caps)]
+
+
+def _budget_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> Iterator[str]:
+    steps: dict[str, Counter[str]] = {}
+    for counters in runs:
+        for bucket, found in counters.get("verify_budgets", {}).items():
+            steps.setdefault(bucket, Counter()).update(found)
+    total = sum(found.total() for found in steps.values())
+    for bucket, found in sorted(steps.items(), key=lambda item: int(item[0])):
+        if 20 * found.total() >= total:
+            shares = ", ".join(f"{rows} in {count / found.total():.0%}" for rows, count in found.most_common())
+            times = _times(caps["verify_budget_s"][bucket])
+            steps_text = counted(found.total(), "step")
+            yield f"batch {bucket}: rows verified per request {shares} of {steps_text} (ms at start with {times})"
+
+
+def _times(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}: {1000 * s:.2f}" for name, s in seconds.items())
+
+
+def _length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any]) -> list[str]:
     steps: dict[str, dict[str, Counter[str]]] = {}
     for counters in runs:
         contexts = counters.get("draft_lengths_by_context")
@@ -85,7 +109,7 @@ def draft_length_lines(runs: Iterable[Mapping[str, Any]], caps: Mapping[str, Any
     for bucket, known in sorted(steps.items(), key=lambda item: int(item[0])):
         shown = {context: found for context, found in known.items() if 20 * found.total() >= total}
         for context, found in sorted(shown.items(), key=lambda item: int(item[0] or 0)):
-            times = ", ".join(f"{n}: {1000 * seconds:.2f}" for n, seconds in caps["draft_length_s"][bucket].items())
+            times = _times(caps["draft_length_s"][bucket])
             where = f" after {context} tokens or more" if len(known) > 1 else ""
             shares = ", ".join(f"{length} in {count / found.total():.0%}" for length, count in found.most_common())
             steps_text = counted(found.total(), "step")

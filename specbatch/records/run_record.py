@@ -140,8 +140,9 @@ class RunRecord:
 
     @property
     def chooses_draft_length(self) -> bool:
-        """Whether the number of drafted tokens was chosen during the run."""
-        return bool(self.config["speculation"].get("draft_tokens") == AUTO)
+        """Whether the number of drafted or verified tokens was chosen during the run."""
+        asked = self.config["speculation"]
+        return AUTO in (asked.get("draft_tokens"), asked.get("verify_budget"))
 
     @property
     def simulated_accept_length(self) -> float | None:

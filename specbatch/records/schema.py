@@ -133,6 +133,7 @@ class Caps(Table):
     state_bytes: Amount = 0
     cached_states: Count = 0
     draft_length_s: dict[CountText, dict[str, Amount]] = {}
+    verify_budget_s: dict[CountText, dict[str, Amount]] = {}
 
 
 class _Acceptance(Table):
@@ -172,6 +173,7 @@ class Counters(Table):
     emitted_histogram: list[Count] = []
     draft_lengths: dict[CountText, dict[str, Positive]] = {}
     draft_lengths_by_context: dict[CountText, dict[CountText, dict[str, Positive]]] = {}
+    verify_budgets: dict[CountText, dict[str, Positive]] = {}
     graphs: dict[str, _GraphCounts] = {}
     steps_by_rows: dict[CountText, Annotated[list[Amount], Field(min_length=2, max_length=2)]] = {}
     errors: dict[str, Count] = {}
@@ -337,6 +339,8 @@ class Record(Table):
             raise ValueError("metrics should have the number of requests")
         if missing := sorted(self.counters.draft_lengths.keys() - self.caps.draft_length_s.keys()):
             raise ValueError(f"caps.draft_length_s should have batch bucket {missing[0]} of counters.draft_lengths")
+        if missing := sorted(self.counters.verify_budgets.keys() - self.caps.verify_budget_s.keys()):
+            raise ValueError(f"caps.verify_budget_s should have batch bucket {missing[0]} of counters.verify_budgets")
         return self
 
 

@@ -43,6 +43,9 @@ class Counters:
     draft_lengths: dict[str, dict[str, int]] = field(default_factory=dict)
     draft_lengths_by_context: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
 
+    # With verify_budget="auto", iterations by batch bucket and rows per request; 1 where nothing is drafted.
+    verify_budgets: dict[str, dict[str, int]] = field(default_factory=dict)
+
     def add_pass(self, seconds: float, gap: float | None) -> None:
         """Add a prefill pass and the gap before it, if that is known."""
         self.prefill_device_s += seconds
@@ -72,6 +75,10 @@ class Counters:
         power = str(1 << (max(context, 1).bit_length() - 1))
         for steps in (self.draft_lengths.setdefault(rows, {}), by_context.setdefault(power, {})):
             steps[name] = steps.get(name, 0) + 1
+
+    def add_verify_budget(self, bucket: int, budget: float) -> None:
+        steps, name = self.verify_budgets.setdefault(str(bucket), {}), f"{budget:g}"
+        steps[name] = steps.get(name, 0) + 1
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""

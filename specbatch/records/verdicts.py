@@ -72,6 +72,13 @@ class Speedup:
         """Half the length of the interval."""
         return None if self.low is None or self.high is None else (self.high - self.low) / 2
 
+    @property
+    def detectable(self) -> float | None:
+        """The smallest gain that would have been shown, as a share (0.02: a ratio of 1.02): `Estimate.detectable`."""
+        if self.estimate is None or not math.isfinite(least := self.estimate.detectable()):
+            return None
+        return _exp(least) - 1 if self.relative_to is None else least / self.relative_to
+
     def __str__(self) -> str:
         """For a table: "1.83 (1.77-1.89)", or "1.83 (one repeat)" where the verdict is no more than that."""
         return f"{self.ratio:.{self._decimals}f} ({self.interval_text})"

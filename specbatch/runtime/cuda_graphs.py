@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -38,12 +38,14 @@ class Result(NamedTuple):
     logprobs      float32 [B, N]: of the tokens, if asked for
     top_logprobs  float32 [B, N, K]: of the most likely tokens, if asked for
     top_tokens    int64 [B, N, K]
+    values        float32 [B, N - 1]: see `Proposal`
     """
 
     packed: torch.Tensor
     logprobs: torch.Tensor | None = None
     top_logprobs: torch.Tensor | None = None
     top_tokens: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """What there is, in this order."""
@@ -161,12 +163,12 @@ def _no_collection() -> Iterator[None]:
 
 
 def graph_bytes(
-    graphs: Graphs, *, most: int, chunk: int, layers: int, draft_lengths: Sequence[int] = (0,), may_share: bool = False
+    graphs: Graphs, *, most: int, chunk: int, layers: int, choices: int = 1, may_share: bool = False
 ) -> int:
     """Estimated device memory of the recordings themselves: about 64 KiB a graph for its launches.
 
-    draft_lengths: see `Speculation`; may_share: see `WholeGraphs`."""
-    count = len(batch_buckets(most)) * len(draft_lengths) * layers // 4 if graphs.decode == "whole" else 0
+    choices: numbers of drafts or budgets that a step may have; may_share: see `WholeGraphs`."""
+    count = len(batch_buckets(most)) * choices * layers // 4 if graphs.decode == "whole" else 0
     count *= 2 if may_share else 1
     if graphs.prefill == "piecewise":
         buckets = token_buckets(chunk)
@@ -232,44 +234,59 @@ class Recordings(Protocol):
         """Free all recordings, and the memory that they use. What they recorded runs eagerly from now on."""
 
 
+class Form(NamedTuple):
+    """What recordings of a batch size differ in: the number of drafts, the number of requests that draft, the first
+    ones, None for all, and the budget of rows, see `StepInput`."""
+
+    num_drafts: int
+    drafting: int | None = None
+    budget: float | None = None
+
+
 class WholeGraphs:
-    """One recording of a whole decode step per batch bucket, number of drafts, number of requests that draft, sampling
-    flags, and whether requests share prefixes.
+    """One recording of a whole decode step per batch bucket, number of drafts, number of requests that draft, budget,
+    sampling flags, and whether requests share prefixes.
 
     Greedy steps in which all requests draft are recorded before work begins, and those in which the fewest do; others
     when they are first asked for. So are those that share prefixes, but for the largest batch, which decides how much
-    memory they take, and where the number of drafts is chosen as the engine runs, all but the smallest number at
+    memory they take, and where the number of drafts or a budget is chosen as the engine runs, all but the smallest at
     batches that are no power of two: few jobs need them, and each takes about 30 ms. Their kernels are compiled before.
     """
 
     def __init__(
         self,
-        run: Callable[[torch.Tensor, SamplingFlags, int, int | None, bool], Result],
+        run: Callable[[torch.Tensor, SamplingFlags, int, int | None, float | None, bool], Result],
         recorder: Recorder,
         most: int,
         draft_lengths: tuple[int, ...],
         device: torch.device,
         fewest: int | None = None,
+        budgets: tuple[float, ...] = (),
         *,
         may_share: bool = False,
     ) -> None:
-        """run: the decode step over slots [B], a number of drafts, one of `draft_lengths`, and the number of requests
-        that draft, the first ones, None for all, with shared prefixes or without; most: largest batch; fewest: requests
-        that draft where only some do, None if that does not happen; may_share: whether there may be shared prefixes."""
+        """run: the decode step over slots [B], with what `Form` says, and with shared prefixes or without; most:
+        largest batch; draft_lengths, budgets: see `Speculation`; fewest: requests that draft where only some do, None
+        if that does not happen; may_share: whether there may be shared prefixes."""
         self.counters = GraphCounters()
         self._run = run
         self.recorder = recorder
         self.left_out: list[int] = []
         self._buckets = batch_buckets(most)
-        # Numbers of drafts and of requests that draft, for each bucket that is recorded before work begins.
-        self._kinds: dict[int, list[tuple[int, int | None]]] = {
-            bucket: [(length, None) for length in draft_lengths] for bucket in self._buckets
+        # Those of each bucket that are recorded before work begins.
+        self._forms: dict[int, list[Form]] = {
+            bucket: [
+                Form(length, None, budget)
+                for length in draft_lengths
+                for budget in (budgets if length and budgets else (None,))
+            ]
+            for bucket in self._buckets
         }
-        for bucket, kinds in self._kinds.items():
+        for bucket, forms in self._forms.items():
             if fewest is not None and fewest < bucket:
-                kinds.append((draft_lengths[-1], fewest))
+                forms.append(Form(draft_lengths[-1], fewest))
         self._may_share = may_share
-        self._graphs: dict[tuple[int, int, int | None, SamplingFlags, bool], Program] = {}
+        self._graphs: dict[tuple[int, Form, SamplingFlags, bool], Program] = {}
         # The place of the last result in the ring. Replays count it on the device, so that the host need not send it.
         self._turn = 0
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
@@ -301,16 +318,16 @@ class WholeGraphs:
         self._rings.clear()
 
     def capture(self) -> Iterator[None]:
-        yield from self.recorder.record_each(self._buckets, self._capture_kinds, self._graphs.clear, self.left_out)
+        yield from self.recorder.record_each(self._buckets, self._capture_forms, self._graphs.clear, self.left_out)
 
-    def _capture_kinds(self, bucket: int) -> None:
-        kinds = self._kinds[bucket]
+    def _capture_forms(self, bucket: int) -> None:
+        forms = self._forms[bucket]
         if bucket & (bucket - 1) and bucket < self._buckets[-1] and not is_rehearsing():
-            kinds = kinds[:1]
-        for num_drafts, drafting in reversed(kinds):
+            forms = forms[:1]
+        for form in reversed(forms):
             if self._may_share and (is_rehearsing() or bucket == self._buckets[-1]):
-                self._capture(bucket, num_drafts, drafting, SamplingFlags(), shares=True)
-            self._capture(bucket, num_drafts, drafting, SamplingFlags())
+                self._capture(bucket, form, SamplingFlags(), shares=True)
+            self._capture(bucket, form, SamplingFlags())
 
     def __call__(
         self,
@@ -318,15 +335,15 @@ class WholeGraphs:
         flags: SamplingFlags,
         num_drafts: int,
         drafting: int | None = None,
+        budget: float | None = None,
         *,
         shares: bool = False,
     ) -> Result:
-        """One decode step over `slots`, of which the first `drafting` draft, None for all. shares: whether some of them
-        share prefixes."""
-        bucket = bucket_of(self._buckets, len(slots))
-        replay = self._graphs.get((bucket, num_drafts, drafting, flags, shares))
+        """One decode step over `slots`, as `Form` says. shares: whether some of them share prefixes."""
+        bucket, form = bucket_of(self._buckets, len(slots)), Form(num_drafts, drafting, budget)
+        replay = self._graphs.get((bucket, form, flags, shares))
         if replay is None:
-            replay = self._capture(bucket, num_drafts, drafting, flags, shares=shares)
+            replay = self._capture(bucket, form, flags, shares=shares)
             self.counters.recorded_late += 1
         self._turn = turn = (self._turn + 1) % RING
         rows = [*slots, *[0] * (bucket - len(slots))]
@@ -337,32 +354,31 @@ class WholeGraphs:
         replay()
         self.counters.replays += 1
         self.counters.padded += bucket - len(slots)
-        return Result(**{name: ring[turn] for name, ring in self._results(len(slots), num_drafts, flags).items()})
+        return Result(**{name: ring[turn] for name, ring in self._results(len(slots), form, flags).items()})
 
-    def _results(self, count: int, num_drafts: int, flags: SamplingFlags) -> dict[str, torch.Tensor]:
+    def _results(self, count: int, form: Form, flags: SamplingFlags) -> dict[str, torch.Tensor]:
         """Views of the rings for results of `count` requests: [RING, count, ...]."""
-        rows = num_drafts + 1
+        rows = form.num_drafts + 1
         shapes: dict[str, tuple[int, ...]] = {"packed": (count, rows + 3)}
         shapes |= {"logprobs": (count, rows)} if flags.logprobs else {}
         if flags.top_logprobs:
             shapes |= dict.fromkeys(("top_logprobs", "top_tokens"), (count, rows, MOST_TOP_LOGPROBS))
+        shapes |= {} if form.budget is None else {"values": (count, form.num_drafts)}
         return {name: self._ring(name)[:, : math.prod(shape)].unflatten(1, shape) for name, shape in shapes.items()}
 
     def _ring(self, name: str) -> torch.Tensor:
         if name not in self._rings:
-            width = {"packed": 4, "logprobs": 1}.get(name, MOST_TOP_LOGPROBS)  # numbers per node, at most
-            dtype = torch.float32 if name.endswith("logprobs") else torch.int64
+            width = {"packed": 4, "logprobs": 1, "values": 1}.get(name, MOST_TOP_LOGPROBS)  # numbers per node, at most
+            dtype = torch.int64 if name in ("packed", "top_tokens") else torch.float32
             self._rings[name] = torch.zeros(RING, self._most_nodes * width, dtype=dtype, device=self._rows.device)
         return self._rings[name]
 
-    def _capture(
-        self, bucket: int, num_drafts: int, drafting: int | None, flags: SamplingFlags, *, shares: bool = False
-    ) -> Program:
+    def _capture(self, bucket: int, form: Form, flags: SamplingFlags, *, shares: bool = False) -> Program:
         rows = self._rows[:bucket]
-        rings = self._results(bucket, num_drafts, flags)
+        rings = self._results(bucket, form, flags)
 
         def program() -> None:
-            result = self._run(rows, flags, num_drafts, drafting, shares)
+            result = self._run(rows, flags, *form, shares)
             ring_push(rings["packed"], self._place, result.packed)
             for name, ring in rings.items():
                 if name != "packed":
@@ -377,5 +393,5 @@ class WholeGraphs:
             self._place.fill_(self._turn)
         replay = self.recorder.record(program)
         if not is_rehearsing():
-            self._graphs[bucket, num_drafts, drafting, flags, shares] = replay
+            self._graphs[bucket, form, flags, shares] = replay
         return replay

@@ -9,11 +9,12 @@ sequence draft in parallel, each from its own prefix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from specbatch.kernels.common.upload import upload
 from specbatch.training.data import Batch, indices
@@ -21,6 +22,7 @@ from specbatch.training.head import Guess, Head, Layer, Scores
 from specbatch.training.layers import Rotary
 from specbatch.training.target import Target
 
+MOST_QUERIES = 2048  # whose scores are kept for the gradient at once
 DECAY = 0.8  # weight of a step relative to the one before, as in SpecForge
 
 
@@ -138,15 +140,31 @@ class Memory:
         memory -> attention output [B, L, kv heads, group, head_dim]."""
         self._stored[layer].append((k, v))
         keys, values = zip(*self._stored[layer], strict=True)
-        length = len(self._places)
-        scores = torch.einsum("blkgd,bmkd->bkglm", q, keys[0])
-        scores = scores.masked_fill(self._places > self._places[:, None], -torch.inf)
-        own = [torch.einsum("blkgd,blkd->bkgl", q, key)[..., None] for key in keys[1:]]
-        weights = (torch.cat([scores, *own], -1).float() * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
-        attended = torch.einsum("bkglm,bmkd->blkgd", weights[..., :length], values[0])
-        for step, value in enumerate(values[1:]):
-            attended = attended + torch.einsum("bkgl,blkd->blkgd", weights[..., length + step], value)
-        return attended
+        if q.shape[1] <= MOST_QUERIES:
+            return _attended(q, keys, values, 0)
+        # Scores of a long text would fill the memory: they are computed in parts, and again for the gradient.
+        parts = [
+            checkpoint(_attended, part, keys, values, place * MOST_QUERIES, use_reentrant=False)
+            for place, part in enumerate(q.split(MOST_QUERIES, 1))
+        ]
+        return torch.cat(parts, 1)
+
+
+def _attended(
+    q: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], begin: int
+) -> torch.Tensor:
+    """Attention output of the queries q [B, Q, ...] from place `begin` on. Each sees the keys of the first step up to
+    its own place, and of later steps that of its place."""
+    end = begin + q.shape[1]
+    here, before = slice(begin, end), torch.arange(end, device=q.device)
+    scores = torch.einsum("blkgd,bmkd->bkglm", q, keys[0][:, :end])
+    scores = scores.masked_fill(before > before[here, None], -torch.inf)
+    own = [torch.einsum("blkgd,blkd->bkgl", q, key[:, here])[..., None] for key in keys[1:]]
+    weights = (torch.cat([scores, *own], -1).float() * q.shape[-1] ** -0.5).softmax(-1).to(q.dtype)
+    attended = torch.einsum("bkglm,bmkd->blkgd", weights[..., :end], values[0][:, :end])
+    for step, value in enumerate(values[1:]):
+        attended = attended + torch.einsum("bkgl,blkd->blkgd", weights[..., end + step], value[:, here])
+    return attended
 
 
 def through(

@@ -5,6 +5,7 @@ A number is over the requests of all repeats. The interval of the accept length 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ def acceptance_rows(records: list[RunRecord]) -> list[Row]:
             continue
         requests = [row for record in repeats for row in record.requests]
         counts = {key: sum(row.get(key) or 0 for row in requests) for key in COUNTS}
-        spread = _interval(repeats)
+        spread = accept_interval(repeats)
         rows.append(
             {
                 "concurrency": concurrency,
@@ -129,9 +130,72 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _interval(repeats: list[RunRecord]) -> Interval:
+def accept_interval(repeats: list[RunRecord]) -> Interval:
     """Of the accept length: that of its difference to zero."""
     found = sample(("emitted", "verify_steps"), repeats)
     if found is None:
         return Interval(None, None, "no numbers of single requests")
     return over_prompts(Sample(np.zeros_like(found.top), np.ones_like(found.bottom), found.indices), found)
+
+
+@dataclass(frozen=True)
+class AcceptChange:
+    """An accept length with its interval, and its change from another one. Without `before`: the first of a table."""
+
+    before: float | None
+    after: float | None
+    interval: Interval
+    of_change: Interval | None
+
+    @property
+    def value(self) -> float | None:
+        """The change."""
+        return None if self.before is None or self.after is None else self.after - self.before
+
+    @property
+    def detectable(self) -> float | None:
+        """The smallest change that would have been shown: `Estimate.detectable`."""
+        estimate = None if self.of_change is None else self.of_change.estimate
+        return None if estimate is None else estimate.detectable()
+
+    @property
+    def length_text(self) -> str:
+        low, high = self.interval.low, self.interval.high
+        ends = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+        return "-" if self.after is None else f"{self.after:.3f}{ends}"
+
+    @property
+    def change_text(self) -> str:
+        if self.value is None or self.of_change is None:
+            return "-"
+        low, high = self.of_change.low, self.of_change.high
+        return f"{self.value:+.3f}" + ("" if low is None or high is None else f" ({low:+.2f} to {high:+.2f})")
+
+    @property
+    def detectable_text(self) -> str:
+        return "-" if self.detectable is None else f"{self.detectable:.3f}"
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Ready for CSV."""
+        change = self.of_change or Interval(None, None, "")
+        return {
+            "accept_length": self.after,
+            "accept_length_low": self.interval.low,
+            "accept_length_high": self.interval.high,
+            "change": self.value,
+            "change_low": change.low,
+            "change_high": change.high,
+            "change_detectable": self.detectable,
+        }
+
+
+def accept_change(before: list[RunRecord], after: list[RunRecord]) -> AcceptChange:
+    """The accept length of `after`, and its change from `before` (empty: none), over prompts: in pairs if both have the
+    same."""
+    old, new = (sample(("emitted", "verify_steps"), records) if records else None for records in (before, after))
+    change = None if old is None or new is None else over_prompts(old, new)
+    return AcceptChange(_ratio(old), _ratio(new), accept_interval(after), change)
+
+
+def _ratio(found: Sample | None) -> float | None:
+    return None if found is None or not found.bottom.sum() else float(found.top.sum() / found.bottom.sum())

@@ -26,11 +26,7 @@ LOW, HIGH = 10, 90  # percentiles of requests that a bar spans
 def draw(records: list[RunRecord]) -> list[Plot]:
     """All plots of a sweep. Call it, and save the figures, inside `plot_style.style`."""
     points = points_of(records)
-    first = {name: found[0] for (_, name), found in points.items()}
-    own = {
-        name: {"color": mark.colour, "marker": mark.marker, "label": label(name, first[name])}
-        for name, mark in marks(first, {name: _kind(one) for name, one in first.items()}).items()
-    }
+    own = looks(points)
     return [
         speedup_plot(speedups_of(records), own, bases(records)),
         _throughput(points, own),
@@ -41,6 +37,15 @@ def draw(records: list[RunRecord]) -> list[Plot]:
         _steps(points, own),
         _shares(points, own),
     ]
+
+
+def looks(points: Points) -> Looks:
+    """Colour, marker and label of each configuration."""
+    first = {name: found[0] for (_, name), found in points.items()}
+    return {
+        name: {"color": mark.colour, "marker": mark.marker, "label": label(name, first[name])}
+        for name, mark in marks(first, {name: _kind(one) for name, one in first.items()}).items()
+    }
 
 
 def label(name: str, record: RunRecord) -> str:

@@ -36,7 +36,7 @@ def speedup_plot(speedups: Mapping[tuple[Any, ...], Speedup], own: Looks, bases:
     names = [name for name in own if any(name == which for _, which in speedups)]
     shown = [[number] for number in concurrencies] if len(names) > MANY else [concurrencies]
     figure, every = panels(len(shown), HEIGHT if len(shown) == 1 else 0.7 * HEIGHT)
-    low, high = _limits(speedups.values())
+    low, high = limits(speedups.values())
     is_cut = False
     for axes, numbers in zip(every, shown, strict=True):
         axes.axhline(1, color=INK, linewidth=1, linestyle="--", label="1: no difference" if others else base)
@@ -65,7 +65,7 @@ def speedup_plot(speedups: Mapping[tuple[Any, ...], Speedup], own: Looks, bases:
     return Plot(NAME, TITLE, caption + (CUT if is_cut else ""), figure)
 
 
-def _limits(speedups: Collection[Speedup]) -> tuple[float, float]:
+def limits(speedups: Collection[Speedup]) -> tuple[float, float]:
     """Of the axis: all ratios and 1, and of the intervals what lies near them. An interval over two repeats can reach
     to many times the ratio, and would hide the differences between the others."""
     ratios = [1.0, *(one.ratio for one in speedups)]

@@ -9,11 +9,10 @@ nothing was measured are not shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from specbatch.files.atomic_file import write_atomic
@@ -28,6 +27,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import Point, unfinished
 from specbatch.records.verdicts import ONE_REPEAT, Speedup
 from specbatch.sweeps.report.acceptance import acceptance, server_acceptance
+from specbatch.sweeps.report.groups import categories
 from specbatch.sweeps.report.heading import about, heading
 from specbatch.sweeps.report.notes import GENERAL, notes
 from specbatch.sweeps.report.points import (
@@ -57,11 +57,6 @@ VERDICT = "verdict"
 FAILED = "failed"
 _SHORT = {"concurrency": "requests in flight", "configuration": "config"}  # so that the table fits 80 columns
 _OF_ARRIVALS = "mean_queue_s"  # in a closed loop it is part of the load that was chosen
-_VERIFIED = ("emitted", "verify_steps", "accepted", "drafted")  # counts of a request
-_LATENCY = ("mean_ttft_s", "mean_tpot_s")
-_OF_LATENCY = tuple(METRICS[key].heading for key in _LATENCY)
-_GROUPED_BY = ("category", "turn")  # of a request
-_OF_GROUPS = ("requests", "output tokens", "accept length", "accept rate", *_OF_LATENCY)
 _BRIEF = ["model", "device", "replicas", "dtype", "workload", "arrivals", "objectives"]  # of the heading
 
 
@@ -272,36 +267,6 @@ def reasoning(records: list[RunRecord]) -> str:
     """The table of reasoning and answer; empty where no answer reasons."""
     found = parts_table(points_of(records), POINT)
     return f"{found}\n" if found else ""
-
-
-def categories(records: list[RunRecord]) -> str:
-    """The tables of categories of prompts and of turns of conversations; empty where there are none."""
-    return "\n".join(f"{markdown_table(body, headings)}\n" for headings, body in grouped_tables(records))
-
-
-def grouped_tables(records: list[RunRecord]) -> Iterator[tuple[list[str], list[list[str]]]]:
-    """Headings and cells of these tables, over the requests of all repeats. The third column names the group."""
-    for name in _GROUPED_BY:
-        found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-        for point, repeats in points_of(records).items():
-            for row in (row for record in repeats for row in record.requests if name in row):
-                found.setdefault((*point, row[name]), []).append(row)
-        body = []
-        for key, rows in found.items():
-            output, *verified = (sum(row.get(field) or 0 for row in rows) for field in ("output_tokens", *_VERIFIED))
-            body.append([*map(str, key), str(len(rows)), str(output), *_accepted(*verified), *_latency(rows)])
-        if body:
-            yield [*POINT, name, *_OF_GROUPS], body
-
-
-def _latency(rows: list[dict[str, Any]]) -> Iterator[str]:
-    for key in _LATENCY:
-        values = [value for row in rows if (value := row.get(key.removeprefix("mean_"))) is not None]
-        yield METRICS[key].text(fmean(values) if values else None)
-
-
-def _accepted(emitted: int, verifies: int, accepted: int, drafted: int) -> tuple[str, str]:
-    return f"{emitted / verifies:.3f}" if verifies else "-", f"{accepted / drafted:.3f}" if drafted else "-"
 
 
 def _or_nan(value: float | None) -> float:

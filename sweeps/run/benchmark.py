@@ -19,16 +19,16 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
 from specbatch.sweeps.report.point_notes import failures
 from specbatch.sweeps.report.points import load_records, precision_of
-from specbatch.sweeps.run.conversations import ask, label
-from specbatch.sweeps.run.conversations import longest as most_tokens
+from specbatch.sweeps.run.conversations import ask, label, longest
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected, with_concurrency
 from specbatch.sweeps.run.runner import Measured, save_measured
 from specbatch.sweeps.run.sanity_checks import add_digests, retokenized, warnings, whole_text
-from specbatch.sweeps.workload.defaults import LEAST_PROMPTS, LONG_RUN
+from specbatch.sweeps.workload.defaults import LONG_RUN
+from specbatch.sweeps.workload.description import describe, sha256_of
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.rounds import Rounds
-from specbatch.sweeps.workload.workloads import Workload, sha256_of
+from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -72,17 +72,19 @@ class SweepOptions(Rounds):
         longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
         return {name: longer.get(name, config) for name, config in configs.items()}
 
-    def described(self, configurations: Iterable[str], *, shortened: bool) -> str:
-        """The settings that a sweep runs with; `shortened`: defaults for a CPU are among them."""
+    def described(self, configurations: Iterable[str], *, shortened: bool, varies: str = "") -> str:
+        """The settings that a sweep runs with; `shortened`: defaults for a CPU are among them. varies: the field of the
+        workload that has several values."""
         workload = self.workload
-        lengths = lines_of(workload.describe([]))["workload"]
+        lengths = lines_of(describe(workload, []))["workload"]
         count = workload.prompts_per_concurrency
-        prompts = f"{counted(count, 'prompt')} per concurrent request (at least {LEAST_PROMPTS})"
+        prompts = f"{counted(count, 'prompt')} per concurrent request (at least {workload.least_prompts})"
         if workload.is_grouped:
             prompts = f"{workload.groups * workload.group_prompts} prompts"
         elif workload.num_prompts is not None:
             prompts = counted(workload.num_prompts, "prompt")
-        rate = "" if workload.request_rate == math.inf else f", {workload.request_rate:g} requests/s"
+        is_one = workload.request_rate < math.inf and varies != "request_rate"
+        rate = "" if not is_one else f", {workload.request_rate:g} requests/s"
         most = "no cap on the requests in flight" if workload.uncapped else None
         most = most or f"concurrency {', '.join(map(str, self.concurrency))}"
         least = "" if self.until_precise is None else "at least "
@@ -126,14 +128,15 @@ class Benchmark:
     def prepare(self, engines: Engines, tokenizer: Tokenizer) -> BenchmarkPrompts:
         workload = self.options.workload
         count = workload.count(max(self.concurrency))
-        longest = min([sys.maxsize, *(engine.caps.get("max_model_len", sys.maxsize) for engine in engines.values())])
-        workload = workload.for_engines(tokenizer, count, longest)
+        most = min([sys.maxsize, *(engine.caps.get("max_model_len", sys.maxsize) for engine in engines.values())])
+        workload = workload.for_engines(tokenizer, count, most)
         prompts = workload.prompts(tokenizer, count)
         params = workload.params(len(prompts))
         for client in clients_of(engines):
             client.know_messages(prompts, workload.messages(len(prompts)))
+        sources = [window.source for window in workload.windows(tokenizer, len(prompts))]
         own = replace(self, options=replace(self.options, workload=workload))
-        return BenchmarkPrompts(own, prompts, params, list(most_tokens(workload, tokenizer, prompts, params)))
+        return BenchmarkPrompts(own, prompts, params, list(longest(workload, tokenizer, prompts, params)), sources)
 
     def save(self, folder: Path, plan: dict[str, Any], point: Point, measured: Measured) -> None:
         save_measured(folder, plan, point, measured)
@@ -157,12 +160,14 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class BenchmarkPrompts:
-    """The prompts of a benchmark as token ids, of which each point runs the first ones, and most tokens of each."""
+    """The prompts of a benchmark as token ids, of which each point runs the first ones, and most tokens of each.
+    sources: of long text, what is at the end of each prompt."""
 
     benchmark: Benchmark
     prompts: list[list[int]]
     params: list[SamplingParams]
     lengths: list[int]
+    sources: list[str]
 
     def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         lengths = self.lengths[: self._workload.count(concurrency)]
@@ -170,8 +175,11 @@ class BenchmarkPrompts:
 
     def warm_up(self, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         """Run a full batch, and on a GPU one request that takes the slot of another. Prompt passes alternate with
-        iterations, so each request has enough new tokens that the first one still runs when the last one begins."""
+        iterations, so each request has enough new tokens that the first one still runs when the last one begins. The
+        first prompt is whole; of others one chunk is enough."""
         prompts, params = self._of(concurrency)
+        if chunk := engine.caps.get("prefill_chunk"):
+            prompts = [*prompts[:1], *(prompt[-chunk:] for prompt in prompts[1:])]
         caps, replicas, most = engine.caps, _replicas(engine), WARM_UP_TOKENS
         if self._workload.uncapped:
             concurrency = min(concurrency, caps.get("max_running", concurrency) * replicas)
@@ -218,9 +226,10 @@ class BenchmarkPrompts:
 
     def describe(self, concurrency: int) -> dict[str, Any]:
         options = self.benchmark.options
-        about = {"until_precise": options.until_precise, "section": options.section or None}
+        about: dict[str, Any] = {"until_precise": options.until_precise, "section": options.section or None}
+        about |= {"sources": self.sources[: options.workload.count(concurrency)] or None}
         known = {name: value for name, value in about.items() if value is not None}
-        return options.workload.describe(self._of(concurrency)[0]) | known
+        return describe(options.workload, self._of(concurrency)[0]) | known
 
     @property
     def _workload(self) -> Workload:

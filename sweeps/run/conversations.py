@@ -3,7 +3,8 @@
 A point asks the first turns of all its conversations, then all second turns, and so on. The answers are those of the
 configuration itself, as a user of it would see: greedy answers of a lossless configuration are the baseline's wherever
 logits are not nearly equal. To give all configurations the same first answers, write them into the file, as messages of
-the assistant: such a row is one prompt. Reasoning is left out of answers, as chat clients do.
+the assistant: such a row is one prompt, or with `replay` a turn for each of them (`specbatch.jobs.replay`). Reasoning
+is left out of answers, as chat clients do.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion, SamplingParams
+from specbatch.jobs.replay import history_after
 from specbatch.text.thinking import Reasoning
 
 if TYPE_CHECKING:
@@ -97,8 +99,15 @@ def longest(
 ) -> Iterator[int]:
     """Most tokens of each conversation at its end."""
     for place, (prompt, wanted) in enumerate(zip(prompts, params, strict=True)):
-        later = workload.rows[place % len(workload.rows)].later if workload.rows else ()
-        asked = sum(len(tokenizer.encode(text)) + 2 * TEMPLATE_TOKENS for text in later)
+        row = workload.rows[place % len(workload.rows)] if workload.rows else None
+        later = () if row is None else row.later
+        if row is not None and workload.replay:  # its last prompt is known
+            history = [*row.value, *(message for step in later for message in step)]
+            template = workload.chat_template is not False
+            last = replace(row, value=history).encode(tokenizer, chat_template=template, thinking=workload.thinking)
+            yield len(last) + wanted.max_new_tokens
+            continue
+        asked = sum(len(tokenizer.encode(str(text))) + 2 * TEMPLATE_TOKENS for text in later)
         yield len(prompt) + asked + (1 + len(later)) * wanted.max_new_tokens
 
 
@@ -120,8 +129,8 @@ def _next_turn(workload: Workload, tokenizer: Tokenizer, turn: _Turn, answers: l
         row = workload.rows[place % len(workload.rows)]
         if len(row.later) < turn.number or not answer.is_complete:
             continue
-        reply = {"role": "assistant", "content": _text(tokenizer, reasoning, prompt, answer)}
-        history = [*messages, reply, {"role": "user", "content": row.later[turn.number - 1]}]
+        reply = _text(tokenizer, reasoning, prompt, answer)
+        history = history_after(messages, reply, row.later[turn.number - 1])
         template = workload.chat_template is not False
         found.places.append(place)
         found.prompts.append(

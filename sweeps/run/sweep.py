@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,9 +13,9 @@ from specbatch.errors import counted, reporting
 from specbatch.progress.bars import NotedReport
 from specbatch.records.sweep_plan import Described, points
 from specbatch.sweeps.report.notes import losses_of
+from specbatch.sweeps.report.parts import MODES, RATE, THINKING, folders_of, write_parts
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.tables import write_summary
-from specbatch.sweeps.report.variants import Axis, write_variants
 from specbatch.sweeps.run.benchmark import Benchmark, OnMeasured, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, check_early, one_group
@@ -81,10 +81,20 @@ def run_workloads(
             run_points(configs, loaded, workload, folder, log=log, report=report)
 
 
-def run_variants(
+def parts_of(options: SweepOptions, axis: str, values: Iterable[Any]) -> dict[str, SweepOptions]:
+    """The options of each value of a field of the workload, by its label. Long texts of all lengths end alike."""
+    words = {value: word for word, value in MODES.items()} if axis == THINKING else {}
+    works = {words.get(value, f"{value:g}" if axis == RATE else str(value)): {axis: value} for value in values}
+    if axis == "input_len" and options.workload.long_text is not None:
+        longest = max(options.workload.window, *(own[axis] for own in works.values()))
+        works = {label: own | {"window": longest} for label, own in works.items()}
+    return {label: replace(options, workload=replace(options.workload, **own)) for label, own in works.items()}
+
+
+def run_parts(
     configs: Configs,
-    options: SweepOptions,
-    axis: Axis,
+    options: Mapping[str, SweepOptions],
+    axis: str,
     folder: Path,
     *,
     server: HttpEngine | None = None,
@@ -92,19 +102,16 @@ def run_variants(
     report: NotedReport | None = None,
     cluster: Cluster | None = None,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Run a sweep with each value of a setting of its workload, into folders of `folder`, with the same engines; return
-    the Markdown of all in one table, and its rows. What fails does so as in `run_sweep`.
+    """Run sweeps that differ in one field of the workload, one after the other into folders of `folder`, with the same
+    engines; return the Markdown of all in one table, and its rows. What fails does so as in `run_sweep`.
 
-    server: the only configuration, in place of `configs`; its client renders the prompts
+    options: by the label of each part. axis: the field. server: the only configuration, in place of `configs`; its
+    client renders the prompts
     """
-    paths = axis.folders(folder)
-    each = {
-        paths[label]: replace(
-            options, workload=replace(options.workload, **{axis.name: value}), section=f"{axis.title} {label}"
-        )
-        for label, value in axis.values.items()
-    }
-    fit: Mapping[str, Described] = next(iter(each.values())).fitted(configs)
+    paths = folders_of(folder, axis, tuple(options))
+    each = {paths[label]: replace(one, section=f"{axis.replace('_', ' ')} {label}") for label, one in options.items()}
+    longest = max(each.values(), key=lambda one: one.workload.max_model_len or 0)
+    fit: Mapping[str, Described] = longest.fitted(configs)
     if server is not None:
         fit = {server.model: server.config}
 
@@ -128,7 +135,7 @@ def run_variants(
             for path, one in each.items():
                 if any(point.is_finished(path) for point in points(fit, one)):
                     write_summary(path)
-            found = write_variants(folder, axis)
+            found = write_parts(folder, axis=axis)
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from specbatch.errors import refuse
 from specbatch.jobs.prompts import FORMS, TURNS, Prompt, read_prompts
 from specbatch.jobs.questions import bundled_questions
+from specbatch.jobs.replay import read_replay
 
 LM_EVAL = "lm-eval:"
 
@@ -20,10 +21,12 @@ class TaskReader(Protocol):
 
 
 def read_dataset(
-    dataset: str, data: Path | None, read_task: TaskReader | None, *, as_messages: bool
+    dataset: str, data: Path | None, read_task: TaskReader | None, *, as_messages: bool, replay: bool = False
 ) -> tuple[list[Prompt], tuple[str, ...]]:
     """The rows of a dataset of text, and what ends its answers. data: the file with its questions; None: its own;
-    as_messages: of a task, conversations instead of plain text."""
+    as_messages: of a task, conversations instead of plain text; replay: of a file, conversations as recorded."""
+    if replay and not dataset.endswith(".jsonl"):
+        raise refuse("replay", True, "asks the conversations of a file; use dataset='FILE.jsonl'")
     if dataset == "gsm8k":
         return (read_prompts(data, "data", takes_sampling=True) if data else _gsm8k()), ()
     if dataset.startswith(LM_EVAL):
@@ -32,6 +35,8 @@ def read_dataset(
         return read_task(dataset.removeprefix(LM_EVAL), data, as_messages=as_messages)
     if not dataset.endswith(".jsonl"):
         raise refuse("dataset", dataset, "use random, gsp, gsm8k, sharegpt, lm-eval:TASK or the path of a .jsonl file")
+    if replay:
+        return read_replay(Path(dataset)), ()
     return read_prompts(Path(dataset), "dataset", (*FORMS, TURNS), takes_sampling=True), ()
 
 

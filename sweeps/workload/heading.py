@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from specbatch.core.sampling_params import sampling_text
@@ -19,8 +20,11 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
         thinking = work.get("thinking")
         switch = "" if thinking is None else f", thinking {'on' if thinking else 'off'}"
         text += f" by the chat template{switch}"
+    if scramble := work.get("scramble"):
+        text += f", {'token ids shuffled' if scramble == 'shuffled' else 'random token ids in place of the text'}"
     if turns := work.get("turns"):
-        text += f", conversations of up to {turns} turns with the configuration's own answers"
+        whose = "as recorded" if work.get("replay") else "with the configuration's own answers"
+        text += f", conversations of up to {turns} turns {whose}"
     length = _text(work.get("output_range") or work["output_len"] or "as long as the answers of its rows")
     output = f"{'exactly' if work['ignore_eos'] else 'at most'} {length}"
     of = f" ({category})" if (category := work.get("category")) else ""
@@ -30,8 +34,16 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
     return {
         "workload": f"{work['dataset']}{of}, {text}, output {output}, {sampled}",
         "arrivals": _arrivals(work),
+        **({"texts": sources_text(sources)} if (sources := work.get("sources")) else {}),
         **({"objectives": objectives_text(slo)} if (slo := work.get("slo")) else {}),
     }
+
+
+def sources_text(sources: list[str]) -> str:
+    """How many prompts end in files of which folder: "12 prompts: asyncio 3, email 2, ..."."""
+    counts = Counter(source.partition("/")[0] if "/" in source else source.partition(" ")[0] for source in sources)
+    named = ", ".join(name if number == 1 else f"{name} {number}" for name, number in counts.most_common())
+    return f"{len(sources)} prompts, which end in {named}"
 
 
 def _arrivals(work: dict[str, Any]) -> str:

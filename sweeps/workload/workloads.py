@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import random
-from collections.abc import Collection, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.settings import setting
-from specbatch.config.values import burst_of, length, rates
+from specbatch.config.values import burst_of, length, lengths, one_or_several, rates
 from specbatch.core.request import SamplingParams
-from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
-from specbatch.errors import SpecbatchError, at_least, refuse
-from specbatch.jobs.prompt_file import location
+from specbatch.core.sampling_params import SAMPLED, refuse_unsampled
+from specbatch.errors import at_least, refuse
+from specbatch.jobs.long_text import LongText, Window
 from specbatch.jobs.prompts import Prompt, UnreadKeys, params_of
 from specbatch.records.objectives import Objectives
 from specbatch.servers.server import SENT
 from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categories, read_dataset
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
-from specbatch.sweeps.workload.random_prompts import Groups, draw_length, random_prompts
 from specbatch.sweeps.workload.rounds import LOAD
-from specbatch.sweeps.workload.sharegpt import SHAREGPT, read_sharegpt, with_lengths
+from specbatch.sweeps.workload.row_sampling import check_rows, refuse_named
+from specbatch.sweeps.workload.sharegpt import LEAST_TOKENS, SHAREGPT, read_sharegpt, with_lengths
+from specbatch.sweeps.workload.token_ids import SCRAMBLES, draw_length, grouped_ids, random_ids, scrambled
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
 
-_UNUSED = {"n", "logprobs", "top_logprobs", "prompt_logprobs"}  # of a row's parameters, in a sweep
 RANDOM = ("random", "gsp")  # datasets of random token ids
 TEMPLATE = "Chat template"  # a box of --help
 
@@ -49,17 +46,23 @@ class Workload:
                 ones (`sweeps.workload.sharegpt`), with which output_len has no effect;
                 "lm-eval:TASK": what that task asks, worked examples included, with the texts that end its answers, in
                 its own order; `data` as for `specbatch eval`;
+                "repository:FOLDER", "documents:FOLDER", "many-shot": long text, of which each prompt is the last
+                input_len tokens of `window` tokens that are its own (`specbatch.jobs.long_text`);
                 or the path of a JSONL file as in `specbatch.jobs.prompts`, whose lines may also hold the `turns` of
                 MT-Bench and SPEED-Bench (`sweeps.run.conversations`). Rows with categories are taken in turn from
                 each, so that the prompts of every point have all of them
     temperature, top_p, top_k, min_p   how answers are sampled; greedy by default, so that every configuration must
                 produce the same tokens
     category    asks only the rows of this category
+    replay      of a JSONL file: conversations are asked as they were recorded (`specbatch.jobs.replay`)
     turns       asks at most this many turns of a conversation; None: all
-    input_len   tokens per random prompt; with "gsp" its own
+    input_len   tokens per prompt that is random or of long text; with "gsp" its own
+    window      of long text, at least input_len; 0: input_len. With the same window, prompts of different lengths end
+                at the same places of the text
+    scramble    "shuffled": the tokens of each prompt in random order; "random": random ids in their place
     output_len  tokens per answer; for text the most, as an end token ends it
-    prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than four; with "gsp"
-                it runs all groups
+    prompts_per_concurrency  a point runs this many prompts per running request, and never fewer than least_prompts;
+                with "gsp" it runs all groups
     num_prompts  a point runs this many prompts, whatever its concurrency
     request_rate  prompts that arrive in a second, at random (a Poisson process of this seed, the first one at once);
                 inf: a closed loop, where a prompt is submitted when another one ends
@@ -77,24 +80,32 @@ class Workload:
     dataset: str = setting(
         "random",
         "gsm8k, random, gsp (groups of random prompts with a shared prefix), sharegpt (--data FILE.json), lm-eval:TASK "
-        "or FILE.jsonl. Lines have the format of generate, or the turns of MT-Bench and SPEED-Bench.",
+        "or FILE.jsonl, whose lines have the format of generate, or the turns of MT-Bench and SPEED-Bench. Long text: "
+        "repository:FOLDER, documents:FOLDER, many-shot (GSM8K).",
     )
     data: Path | None = setting(
         None, "The conversations of --dataset sharegpt, or other questions for gsm8k and lm-eval:gsm8k."
     )
     input_len: Length = setting(
         INPUT_LEN,
-        "Tokens per random prompt, or a range; for gsp, without the shared prefix.",
+        "Tokens per prompt of random ids or long text. Random ids also take a range; for gsp it is without the shared "
+        "prefix. sweep takes several lengths: N,N,...",
         metavar="N|N-M",
-        parse=length,
+        parse=lengths,
     )
     output_len: Length = setting(
         128, "Output tokens per answer, or a range; for text prompts, the maximum.", metavar="N|N-M", parse=length
     )
-    prompts_per_concurrency: int = setting(
-        4, "Prompts of a point, as a multiple of its concurrency, but at least 4.", panel=LOAD
-    )
+    prompts_per_concurrency: int = setting(4, "Prompts of a point, as a multiple of its concurrency.", panel=LOAD)
     seed: int = 0
+    least_prompts: int = setting(
+        LEAST_PROMPTS, "Least number of prompts of a point. Intervals over prompts need 10.", panel=LOAD
+    )
+    window: int = setting(
+        0,
+        "Long text: tokens that each prompt has for itself, of which it is the end. The same number gives prompts of "
+        "different lengths the same ends.",
+    )
     groups: int = setting(32, "gsp: number of groups.")
     group_prompts: int = setting(16, "gsp: prompts per group.")
     shared_len: Length = setting(
@@ -132,7 +143,20 @@ class Workload:
         panel=TEMPLATE,
         flags=("--thinking/--no-thinking",),
     )
+    scramble: str = setting(
+        SCRAMBLES[0],
+        "The tokens of each prompt in random order (shuffled), or random ids in their place (random). sweep takes "
+        "several: none,shuffled,random.",
+        metavar="|".join(SCRAMBLES),
+        parse=one_or_several,
+    )
     category: str | None = setting(None, "FILE.jsonl: only the rows of this category. Default: all, in turn.")
+    replay: bool = setting(
+        False,
+        "FILE.jsonl: ask at each message of the assistant in a row's messages, tool calls and results included. What "
+        "follows is the recorded message, not the answer.",
+        flags=("--replay",),
+    )
     turns: int | None = setting(
         None,
         "FILE.jsonl: ask at most this many turns of each conversation. Later turns follow the configuration's own "
@@ -158,11 +182,13 @@ class Workload:
     read_task: TaskReader | None = field(default=None, repr=False, compare=False)
     rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
     stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
+    long_text: LongText | None = field(default=None, init=False, repr=False)
+    files_sha256: str | None = field(default=None, init=False)  # of long text
 
     def __post_init__(self) -> None:
         for name in ("input_len", "output_len", "shared_len"):
             check_length(name, getattr(self, name))
-        for name in ("prompts_per_concurrency", "groups", "group_prompts"):
+        for name in ("prompts_per_concurrency", "least_prompts", "groups", "group_prompts"):
             at_least(name, getattr(self, name), 1)
         for name in ("groups", "group_prompts", "shared_len"):
             if not self.is_grouped and getattr(self, name) != getattr(Workload, name):
@@ -178,11 +204,10 @@ class Workload:
         if self.burst:  # 0: all
             at_least("burst", self.burst, 1)
         if self.burst == 0 and self.request_rate < math.inf:
-            raise refuse(
-                "request_rate", self.request_rate, "all prompts arrive at once; leave it out, or use burst='all'"
-            )
+            works = "all prompts arrive at once; leave it out, or give a number as burst"
+            raise refuse("request_rate", self.request_rate, works)
         if self.burst > 1 and self.request_rate == math.inf:
-            raise refuse("burst", self.burst, "give request_rate, too, or use all")
+            raise refuse("burst", self.burst, "goes with a finite request_rate; give one, or use all")
         if self.sequential and self.is_open:
             raise refuse("request_rate", self.request_rate, "sequential requests do not arrive by a clock")
         of_data = self.dataset in ("gsm8k", SHAREGPT) or self.dataset.startswith(LM_EVAL)
@@ -192,28 +217,48 @@ class Workload:
                 str(self.data),
                 "goes with the data sets gsm8k, sharegpt and lm-eval:TASK; name another file as the data set itself",
             )
+        object.__setattr__(self, "long_text", LongText.named(self.dataset))
+        if self.window and (self.long_text is None or self.window < bounds(self.input_len)[0]):
+            raise refuse("window", self.window, "goes with long text, and is at least input_len; leave it out")
+        if self.scramble not in SCRAMBLES:
+            raise refuse("scramble", self.scramble, f"use one of {', '.join(SCRAMBLES)}")
         if self.is_random:
-            for name in ("chat_template", "thinking", "category", "turns"):
-                if getattr(self, name) is not None:
-                    raise refuse(name, getattr(self, name), f"{self.dataset} prompts are not text; leave it out")
+            self._refuse_given("are not text")
+            if self.scramble != SCRAMBLES[0]:
+                raise refuse("scramble", self.scramble, f"{self.dataset} prompts are random already; leave it out")
             return
         if not isinstance(self.output_len, int):
             raise refuse(
                 "output_len", shown(self.output_len), "answers of text end by themselves; give one number, the maximum"
             )
+        if self.long_text is not None:
+            self._refuse_given("are continued as they are")
+            if not isinstance(self.input_len, int):
+                raise refuse("input_len", shown(self.input_len), "prompts of long text have one length; give a number")
+            object.__setattr__(self, "stop", self.long_text.stop)
+            object.__setattr__(self, "files_sha256", self.long_text.digest())
+            return
         if self.has_own_lengths:
             if self.data is None:
                 raise refuse("dataset", SHAREGPT, "name its file with data=ShareGPT_V3_unfiltered_cleaned_split.json")
             rows, stop = list[Prompt](read_sharegpt(self.data, self.seed)), tuple[str, ...]()
         else:
-            rows, stop = read_dataset(self.dataset, self.data, self.read_task, as_messages=bool(self.chat_template))
+            form = {"as_messages": bool(self.chat_template), "replay": self.replay}
+            rows, stop = read_dataset(self.dataset, self.data, self.read_task, **form)
         rows = self._of_turns(of_categories(rows, self.category))
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
-        self._check_sampling()
+        check_rows(self.rows, self.data or self.dataset, self._params)
         if self.thinking is not None and not self.is_rendered:
             works = "no prompt is rendered by a chat template, which has that switch; add chat_template=True"
             raise refuse("thinking", self.thinking, works)
+        if self.scramble != SCRAMBLES[0] and self.most_turns > 1:
+            raise refuse("scramble", self.scramble, "later turns are rendered from text; use turns=1")
+
+    def _refuse_given(self, why: str) -> None:
+        for name in ("chat_template", "thinking", "category", "turns"):
+            if getattr(self, name) is not None:
+                raise refuse(name, getattr(self, name), f"{self.dataset} prompts {why}; leave it out")
 
     @property
     def is_random(self) -> bool:
@@ -256,7 +301,7 @@ class Workload:
     @property
     def input_range(self) -> tuple[int, int] | None:
         """Fewest and most tokens of a prompt; None where it takes the tokenizer to know."""
-        if not self.is_random:
+        if not self.is_random and self.long_text is None:
             return None
         parts = [bounds(self.input_len), *([bounds(self.shared_len)] if self.is_grouped else [])]
         return sum(least for least, _ in parts), sum(most for _, most in parts)
@@ -303,33 +348,12 @@ class Workload:
 
     def refuse_unsent(self) -> None:
         """Refuse parameters in a row that are not sent to servers."""
-        self._refuse_rows(SENT, "is not sent to a server; leave it out")
-
-    def _check_sampling(self) -> None:
-        """Refuse parameters in a row that a sweep cannot use: it counts one answer to each prompt, without
-        log-probabilities."""
-        names = {item.name for item in fields(SamplingParams)} - _UNUSED
-        self._refuse_rows(names, "has no effect in a sweep; leave it out")
-        for index, row in enumerate(self.rows):
-            try:
-                params = self._params(index)
-                refuse_unsampled({name: getattr(params, name) for name in SAMPLED})
-            except SpecbatchError as error:  # together with those of the workload
-                raise self._of_row(row, str(error)) from None
-
-    def _refuse_rows(self, names: Collection[str], works: str) -> None:
-        for row in self.rows:
-            if unused := row.sampling.keys() - names:
-                raise self._of_row(row, f"{', '.join(sorted(unused))} {works}")
-
-    def _of_row(self, row: Prompt, problem: str) -> SpecbatchError:
-        setting, source = ("dataset", self.dataset) if self.data is None else ("data", str(self.data))
-        return refuse(setting, location(source, row.line), f"sampling: {problem}")
+        refuse_named(self.rows, self.data or self.dataset, SENT, "is not sent to a server; leave it out")
 
     def count(self, concurrency: int) -> int:
         if self.is_grouped:
             return self.groups * self.group_prompts
-        return self.num_prompts or max(self.prompts_per_concurrency * concurrency, LEAST_PROMPTS)
+        return self.num_prompts or max(self.prompts_per_concurrency * concurrency, self.least_prompts)
 
     def held(self, concurrency: int) -> int:
         """How many requests an engine must hold at once: uncapped, what does not fit waits."""
@@ -337,9 +361,10 @@ class Workload:
 
     def requests(self, concurrency: int) -> int:
         """Requests of a point: a prompt has one for each of its turns."""
-        return self._requests(self.count(concurrency))
+        return self.requests_of(self.count(concurrency))
 
-    def _requests(self, count: int) -> int:
+    def requests_of(self, count: int) -> int:
+        """Requests of the first `count` prompts."""
         return count + sum(len(self.rows[index % len(self.rows)].later) for index in range(count if self.rows else 0))
 
     def arrivals(self, count: int) -> list[float] | None:
@@ -361,67 +386,38 @@ class Workload:
         how = {"chat_template": self.chat_template is not False, "thinking": self.thinking}
         rows = tuple(with_lengths(self.rows, tokenizer, count, longest, **how))
         if not rows:
-            works = f"has no conversation of at most {longest} tokens; use a larger max_model_len"
-            raise refuse("data", str(self.data), works)
+            works = f"of {LEAST_TOKENS} tokens or more each, that fit into max_model_len={longest} together"
+            raise refuse("data", str(self.data), f"has no conversation with a prompt and an answer {works}")
         found = copy(self)
         object.__setattr__(found, "rows", rows)
         return found
 
     def prompts(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
         """The first `count` prompts as token ids. A file with fewer rows starts over."""
-        if not self.is_random:
+        if self.is_grouped:
+            parts = self.groups, self.group_prompts, self.shared_len, self.input_len
+            return grouped_ids(tokenizer, count, *parts, self.seed)
+        if self.is_random:
+            return random_ids(tokenizer, count, self.input_len, self.seed)
+        if self.long_text is not None:
+            encoded = [window.end(tokenizer, bounds(self.input_len)[0]) for window in self.windows(tokenizer, count)]
+        else:
             template = self.chat_template is not False
             encoded = [
                 row.encode(tokenizer, chat_template=template, thinking=self.thinking) for row in self.rows[:count]
             ]
-            return [encoded[index % len(encoded)] for index in range(count)]
-        shared = Groups(self.groups, self.group_prompts, self.shared_len) if self.is_grouped else None
-        return random_prompts(tokenizer, count, self.seed, self.input_len, shared)
+        encoded = scrambled(tokenizer, encoded, self.scramble, self.seed)
+        return [encoded[index % len(encoded)] for index in range(count)]
+
+    def windows(self, tokenizer: Tokenizer, count: int) -> list[Window]:
+        """The windows of long text whose ends are the first `count` prompts; none where they are not long text."""
+        size = max(self.window, bounds(self.input_len)[0])
+        return self.long_text.windows(tokenizer, size, count, self.seed) if self.long_text else []
 
     def messages(self, count: int) -> list[list[dict[str, Any]] | None]:
         """What the chat template renders as the first `count` prompts; None for those of another kind."""
         rows = [row.value if row.form == "messages" and self.chat_template is not False else None for row in self.rows]
         return [rows[index % len(rows)] for index in range(count)] if rows else [None] * count
-
-    def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Describe a point's prompts for its record. output_len is the maximum, input_len is None if prompts differ;
-        input_range and output_range hold the smallest and the largest of random lengths, and of those that rows set.
-        Without prompts: all rows."""
-        inputs, outputs = self.input_range, bounds(self.output_len)
-        params = self.params(len(prompts) or len(self.rows) or 1)
-        own = [row.sampling for row in self.rows if row.sampling]
-        if own:
-            lengths = [one.max_new_tokens for one in params]
-            outputs = min(lengths), max(lengths)
-        return {
-            "dataset": self.dataset,
-            "data": str(self.data) if self.data else None,
-            "input_len": inputs[0] if inputs and inputs[0] == inputs[1] else None,
-            "input_range": list(inputs) if inputs and inputs[0] < inputs[1] else None,
-            "output_len": outputs[1] if own or not self.has_own_lengths else None,
-            "output_range": list(outputs) if outputs[0] < outputs[1] else None,
-            "ignore_eos": self.ignores_eos,
-            "stop": list(self.stop),
-            "chat_template": self.chat_template,
-            "rendered": self.is_rendered,
-            "thinking": self.thinking,
-            "prompts": len(prompts),
-            "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
-            "category": self.category,
-            **({"turns": self.most_turns, "requests": self._requests(len(prompts))} if self.most_turns > 1 else {}),
-            "sampling": next((sampling_of(one) for one in params if one.temperature), None),
-            **({"own_sampling": _described(own, len(self.rows))} if own else {}),
-            "seed": self.seed,
-            "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
-            if self.is_grouped
-            else None,
-            "request_rate": self.request_rate if self.request_rate < math.inf else None,
-            "burst": 0 if self.is_at_once else self.burst,
-            **({"uncapped": True} if self.uncapped else {}),
-            "sequential": self.sequential,
-            "prompts_sha256": sha256_of(prompts),
-            **({"slo": self.slo.as_dict()} if self.slo else {}),
-        }
 
     def _of_turns(self, rows: list[Prompt]) -> list[Prompt]:
         """The rows with as many turns as are asked."""
@@ -436,13 +432,3 @@ class Workload:
                 raise refuse("burst", "all", works)
             raise refuse("request_rate", self.request_rate, works)
         return rows
-
-
-def _described(own: list[dict[str, Any]], rows: int) -> dict[str, Any]:
-    """The sampling parameters that rows set themselves, for a record."""
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-    return {"rows": len(own), "of": rows, "names": sorted({name for one in own for name in one}), "sha256": digest}
-
-
-def sha256_of(tokens: Sequence[list[int] | str]) -> str:
-    return hashlib.sha256(json.dumps(tokens, separators=(",", ":")).encode()).hexdigest()

@@ -151,8 +151,8 @@ def test_advice_through_servers(run, tmp_path, prompts, engine, use_tokenizer):
     use_tokenizer(engine.tokenizer_class())
     verifies = ((3, 2), (3, 0), (3, 3))
     with (
-        rival(Rival("vllm", step_s=0.01)) as plain,
-        rival(Rival("vllm", verifies, of_requests="detailed", step_s=0.01)) as heads,
+        rival(Rival("vllm", step_s=0.03)) as plain,
+        rival(Rival("vllm", verifies, of_requests="detailed", step_s=0.03)) as heads,
     ):
         (tmp_path / "servers.toml").write_text(SERVERS.format(plain=plain, heads=heads))
         words = ("--configs", tmp_path / "servers.toml", "--concurrency", 1, "--output-len", 10)

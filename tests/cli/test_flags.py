@@ -6,13 +6,12 @@ import ast
 import pickle
 import re
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from named_in import sources
 
-import specbatch
 from specbatch.cli.app import app
 from specbatch.cli.configs import Words
 from specbatch.config.engine_config import EngineConfig, Graphs
@@ -111,22 +110,17 @@ MESSAGES = {"refuse", "refuse_json", "SpecbatchError", "FailedError", "Failed"}
 
 def test_messages_of_the_library_name_no_flags():
     """It has fields; flags are put in their place by the command line alone."""
-    root, found = Path(specbatch.__file__).parents[1], []
-    files = [path for folder in ("specbatch", "evals", "sweeps") for path in (root / folder).rglob("*.py")]
-    for path in files:
-        name = path.relative_to(root).as_posix()
-        if name.startswith("specbatch/cli/") or name in OTHER_FLAGS:
+    flag, found = re.compile(r"(?<!\w)--(?!out\b)[a-z]"), []
+    files = {name: text for name, text in sources().items() if not name.startswith("kernels/")}
+    for name, source in files.items():
+        if name.startswith("specbatch/cli/") or name in OTHER_FLAGS or not flag.search(source):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(source)):
             called = isinstance(node, ast.Call) and getattr(node.func, "id", "") in MESSAGES
             works = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "works"
             if called or works:
                 texts = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
-                found += [
-                    (name, text)
-                    for text in texts
-                    if isinstance(text, str) and re.search(r"(?<!\w)--(?!out\b)[a-z]", text)
-                ]
+                found += [(name, text) for text in texts if isinstance(text, str) and flag.search(text)]
     assert len(files) > 100
     assert not found
 

@@ -25,8 +25,8 @@ MODEL = "./no-such-model"  # so that a value that is accepted ends the command, 
 
 # Options that are written as text, such as 1,8,32 or 64-256.
 AS_TEXT = (
-    "concurrency", "input_len", "output_len", "shared_len", "draft_tokens", "aux_layers", "request_rate", "burst",
-    "time_limit", "prompt_len", "new_tokens", "repeats", "sections",
+    "concurrency", "input_len", "output_len", "shared_len", "draft_tokens", "verify_budget", "aux_layers",
+    "request_rate", "burst", "time_limit", "prompt_len", "new_tokens", "repeats", "sections",
 )  # fmt: skip
 
 

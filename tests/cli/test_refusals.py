@@ -64,7 +64,10 @@ REFUSED = [
     ("sweep --configs v2,v2+piecewise --prefill-graph piecewise", "--prefill-graph='piecewise': v2 and v2+piecewise"),
     ("sweep --repeats 0", "repeats=0:"),
     ("sweep --input-len 0", "--input-len=0:"),
-    ("sweep --dataset gsm8k --input-len 128", "--input-len=128: goes with --dataset random and gsp; leave it out"),
+    (
+        "sweep --dataset gsm8k --input-len 128",
+        "--input-len=128: goes with --dataset random, gsp, repository:FOLDER, documents:FOLDER and many-shot",
+    ),
     ("sweep --output-len -1", "--output-len=-1:"),
     ("sweep --input-len 64-", "--input-len='64-': use a whole number of at least 1, or a range such as 64-256"),
     ("sweep --burst some", "burst='some': use a whole number of at least 1, or all"),

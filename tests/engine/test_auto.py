@@ -27,7 +27,7 @@ from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.schedule.draft_length import Choice, DraftLength
 from specbatch.engine.schedule.scheduler import Scheduler
-from specbatch.runtime.cuda_graphs import graph_bytes
+from specbatch.runtime.cuda_graphs import Form, graph_bytes
 
 BOTH = Graphs(decode="whole", prefill="piecewise")
 DRAFTERS: dict[str, dict[str, Any]] = {
@@ -315,7 +315,7 @@ def test_a_step_learns_from_the_requests_that_draft(
 ) -> None:
     """Of which it knows the context, and of all how many tokens were kept, which are those of an answer."""
     learned = watch(
-        DraftLength, "learn", before=lambda _, choice, found, *tokens: (choice.num_drafts, list(found), *tokens)
+        DraftLength, "learn", before=lambda _, choice, found, *tokens: (choice.num_drafts, list(found), *tokens[:3])
     )
     no_step_times(monkeypatch)
     choices = [Choice(5, [2, 5]), *[Choice(0)] * 12]
@@ -383,20 +383,20 @@ def test_lengths_between_powers_of_two_are_recorded_when_they_are_chosen(toy_eng
     assert graphs is not None
     every, lengths = 7, 4  # 1, 2, 4, 8, 16, 24, 30
     assert graphs.recorded >= (every - 1) * lengths + 1
-    assert (24, 0, None, SamplingFlags(), False) in graphs._graphs
-    assert (24, 4, None, SamplingFlags(), False) not in graphs._graphs
+    assert (24, Form(0), SamplingFlags(), False) in graphs._graphs
+    assert (24, Form(4), SamplingFlags(), False) not in graphs._graphs
     engine.generate([[3 + index % 20, 4] for index in range(23)], SamplingParams(max_new_tokens=12, ignore_eos=True))
     assert engine.record().counters["graphs"]["decode"]["fallbacks"] == {}
 
 
 def test_the_memory_plan_includes_the_graphs_of_all_lengths() -> None:
     few, many = (
-        graph_bytes(Graphs(decode="whole"), most=8, chunk=64, layers=8, draft_lengths=lengths)
+        graph_bytes(Graphs(decode="whole"), most=8, chunk=64, layers=8, choices=len(lengths))
         for lengths in ((3,), (0, 1, 2, 4, 5))
     )
     assert many == 5 * few > 0
     piecewise = Graphs(prefill="piecewise")
-    assert graph_bytes(piecewise, most=8, chunk=64, layers=8, draft_lengths=(0, 1)) == graph_bytes(
+    assert graph_bytes(piecewise, most=8, chunk=64, layers=8, choices=2) == graph_bytes(
         piecewise, most=8, chunk=64, layers=8
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from crossed import crossed
 from on_host import match_on_host
 from stand_ins import fake_graphs, late_results
 from targets import Targets
@@ -89,8 +90,9 @@ NESTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("schedule", ["v1", "v2"])
-@pytest.mark.parametrize("graphs", [Graphs(), Graphs(decode="whole", prefill="piecewise")])
+@pytest.mark.parametrize(
+    ("schedule", "graphs"), crossed(["v1", "v2"], [Graphs(), Graphs(decode="whole", prefill="piecewise")])
+)
 def test_schemas_on_the_host(monkeypatch: pytest.MonkeyPatch, schedule: str, graphs: Graphs) -> None:
     """A recursive one, beside requests with an automaton and without a grammar: steps wait, and say so."""
     fake_graphs(monkeypatch)

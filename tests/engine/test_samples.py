@@ -234,9 +234,9 @@ def test_bad_words_without_tokens_are_refused_and_those_of_other_vocabularies_ar
     toy_engine: Callable[..., Engine],
 ) -> None:
     engine, params = toy_engine(), SamplingParams(max_new_tokens=4)
-    plain = engine.generate([[3]], params)[0].token_ids
+    plain = engine.generate([[4]], params)[0].token_ids
     assert (
-        engine.generate([[3]], params.updated({"bad_words": ["x"]}))[0].token_ids == plain
+        engine.generate([[4]], params.updated({"bad_words": ["x"]}))[0].token_ids == plain
     )  # a byte above the 37 tokens
     # As by tokenizers that remove characters without a width.
     engine.tokenizer.encode = lambda *_, **__: []  # type: ignore[method-assign]

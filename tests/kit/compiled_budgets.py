@@ -17,15 +17,15 @@ from specbatch.kernels.sampling import verify_budget_triton as budgets
 def spending(batch: int, drafts: int, *, has_confidence: bool) -> dict[str, Any]:
     """The choice of drafts of a sampled step."""
     kinds = dict.fromkeys(("counts", "slots", "drafted", "verified", "levels", "places", "rows", "firsts"), "*i64")
-    kinds |= dict.fromkeys(("recent", "confidence", "temperature"), "*fp32")
+    kinds |= dict.fromkeys(("recent", "confidence", "temperature", "values"), "*fp32")
     kinds |= dict.fromkeys(("batch", "total", "columns", "spacing", "draft_spacing"), "i32")
     block, nodes = triton.next_power_of_2(batch), triton.next_power_of_2(drafts + 1)
     fixed: dict[str, Any] = {
         "DRAFTS": drafts, "BATCH": block, "NODES": nodes, "VALUE_BITS": budgets.VALUE_BITS,
         "TIE_BITS": (block * nodes).bit_length() - 1, "PDL": True,
     }  # fmt: skip
-    fixed |= {name: getattr(budget_refs, name) for name in ("LEVELS", "WEIGHT", "GUESS", "GUESSED")}
-    fixed |= {} if has_confidence else {"confidence": None}
+    fixed |= {name: getattr(budget_refs, name) for name in ("LEVELS", "PLACES", "WEIGHT", "GUESS", "GUESSED")}
+    fixed |= {} if has_confidence else {"confidence": None, "values": None}
     warps = budgets.warps_for(block * nodes)
     return compiled(budgets.spend_kernel, kinds, fixed, num_warps=warps, enable_fp_fusion=False)
 
@@ -39,7 +39,7 @@ def argmax_with_sums() -> dict[str, Any]:
 def learning(drafts: int) -> dict[str, Any]:
     kinds = dict.fromkeys(("counts", "slots", "verified", "levels", "accepted"), "*i64") | {"recent": "*fp32"}
     kinds |= dict.fromkeys(("batch", "columns", "spacing"), "i32")
-    fixed = {"DRAFTS": drafts, "KINDS": 2 * budget_refs.LEVELS + 1, "BLOCK": 1024, "PDL": True}
+    fixed = {"DRAFTS": drafts, "KINDS": budget_refs.KINDS, "BLOCK": 1024, "PDL": True}
     fixed |= {"MOST": budget_refs.MOST, "MEMORY": budget_refs.MEMORY}
     return compiled(budgets.learn_kernel, kinds, fixed, num_warps=4, enable_fp_fusion=False)
 

@@ -32,7 +32,14 @@ RETRACTED += ("xpress",)
 
 # Quick tests have their algorithm, and what is added to it, in other pairs.
 REPEATED = ("eagle3-auto", "peagle-auto", "eagle3-corpus-budget", "mtp-budget", "dflash-budget", "dflash-corpus")
-REPEATED += ("dflash-auto", "dspark-budget", "lilicorr-auto")
+REPEATED += (
+    "dflash-auto",
+    "dspark-budget",
+    "lilicorr-auto",
+    "ngram-budget-auto",
+    "mtp-budget-auto",
+    "dspark-budget-auto",
+)
 
 NEW, LONGER = 8, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
@@ -203,7 +210,7 @@ def _check_record(case: Case, engine: Engine, target: ModelConfig) -> None:
     if "corpus" in case.drafter:
         assert metrics["corpus_share"]
     if case.is_auto:
-        steps = record.counters["draft_lengths"]
+        steps = record.counters["verify_budgets" if case.has_budget else "draft_lengths"]
         assert len({length for row in steps.values() for length in row}) > 1
         assert sum(count for row in steps.values() for count in row.values()) == record.counters["iterations"]
     if engine.device.type == "cuda":

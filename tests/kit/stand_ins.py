@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
+from specbatch.config.draft_shape import QUARTERS
 from specbatch.core.async_copy import AsyncCopy, StepTimer
 from specbatch.engine.schedule.draft_length import Choice, DraftLength
 from specbatch.engine.schedule.step_model import StepModel
@@ -68,6 +69,18 @@ def no_step_times(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("specbatch.engine.setup.builder.measure_step_times", constant)
 
 
+def steep_step_times(patch: pytest.MonkeyPatch, row_s: float = 0.2) -> None:
+    """Engines with `verify_budget="auto"` take a step for a second, and `row_s` for each draft of a request."""
+    no_step_times(patch)
+
+    def steep(worker: object, buckets: list[int], lengths: Sequence[int], **_: object) -> StepModel:
+        return StepModel(
+            buckets, {size: {length: 1 + row_s * length / QUARTERS for length in lengths} for size in buckets}
+        )
+
+    patch.setattr("specbatch.engine.setup.builder.measure_step_times", steep)
+
+
 def _chosen_by(patch: pytest.MonkeyPatch, choose: Callable[[DraftLength, int], Choice]) -> None:
     no_step_times(patch)
     patch.setattr(DraftLength, "choose", lambda self, rows, describe: choose(self, rows))
@@ -79,13 +92,14 @@ def random_draft_lengths(patch: pytest.MonkeyPatch, seed: int = 5) -> None:
     chance, chosen, share = random.Random(seed), [0], [1.0]
 
     def choose(self: DraftLength, rows: int) -> Choice:
-        if chance.random() < 0.6:
+        if chance.random() < 0.6:  # with a budget, 0 verifies no drafts
             chosen[0] = chance.choice([0, *self.draft_lengths])
             share[0] = chance.choice([0.5, 0.8, 1.0])
         some = int(share[0] * rows)
         if self.is_auto and self.can_split and 0 < some < rows and chosen[0]:
             return Choice(chosen[0], sorted(chance.sample(range(rows), some)))
-        return Choice(chosen[0])
+        num_drafts, budget = self.form(chosen[0])
+        return Choice(num_drafts, budget=budget)
 
     _chosen_by(patch, choose)
     patch.setattr(DraftLength, "drafts_prompts", lambda *_: chance.random() < 0.7)

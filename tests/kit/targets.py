@@ -439,6 +439,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "ngram-auto": {"algorithm": "ngram", "draft_tokens": "auto", "draft_steps": 6, "ngram_min": 1},
     "ngram-tree": {"algorithm": "ngram", "draft_steps": 3, "draft_topk": 2, "ngram_min": 1},
     "ngram-budget": {"algorithm": "ngram", "draft_tokens": 5, "ngram_min": 1, "verify_budget": 2.2},
+    "ngram-budget-auto": {"algorithm": "ngram", "draft_tokens": 5, "ngram_min": 1, "verify_budget": "auto"},
     "ngram-corpus": {"algorithm": "ngram", "draft_tokens": 3, "ngram_min": 1, "corpus": "run", "corpus_min": 1},
     "model": {**_MODEL, "draft_tokens": 3},
     "model-corpus-auto": {
@@ -446,6 +447,8 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     },
     "model-block": {**_MODEL, "draft_tokens": 3, "verification": "block"},
     "model-budget": {**_MODEL, "draft_tokens": 4, "verify_budget": 2.5},
+    "model-budget-auto": {**_MODEL, "draft_tokens": 4, "verify_budget": "auto"},
+    "model-auto-budget-auto": {**_MODEL, "draft_tokens": "auto", "draft_steps": 3, "verify_budget": "auto"},
     "model-recurrent": {"algorithm": "standalone", "draft": "recurrent-drafts", "draft_tokens": 3},
     "model-auto": {**_MODEL, "draft_tokens": "auto", "draft_steps": 3},
     "model-other": {"algorithm": "standalone", "draft": "other-drafts", "draft_tokens": 3},  # another vocabulary
@@ -459,11 +462,13 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "eagle3-corpus-budget": {
         "algorithm": "eagle3", "draft": "dummy", "corpus": "run", "corpus_min": 1, "verify_budget": 2,
     },
+    "eagle3-budget-auto": {"algorithm": "eagle3", "draft": "dummy", "draft_tokens": "auto", "verify_budget": "auto"},
     "eagle3-corpus": {"algorithm": "eagle3", "draft": "dummy", "corpus": "run", "corpus_min": 1},
     "peagle": {"algorithm": "peagle", "draft": "dummy", "draft_tokens": 3},
     "peagle-auto": {"algorithm": "peagle", "draft": "dummy", "draft_tokens": "auto", "draft_steps": 4},
     "mtp": {"algorithm": "mtp"},
     "mtp-budget": {"algorithm": "mtp", "verify_budget": 1.5},
+    "mtp-budget-auto": {"algorithm": "mtp", "verify_budget": "auto"},
     "mtp-layers": {"algorithm": "mtp"},  # one for each draft
     "mtp-layers-auto": {"algorithm": "mtp", "draft_tokens": "auto"},
     "mtp-tree": {"algorithm": "mtp", **_TREE},
@@ -476,6 +481,7 @@ SPECULATIONS: dict[str, dict[str, Any]] = {
     "dflash2-tree": {"algorithm": "dflash2", "draft": "dummy", **_TREE},
     "dspark": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 3},
     "dspark-budget": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 4, "verify_budget": 3},
+    "dspark-budget-auto": {"algorithm": "dspark", "draft": "dummy", "draft_tokens": 4, "verify_budget": "auto"},
     "dspark-tree": {"algorithm": "dspark", "draft": "dummy", **_TREE},
     "domino": {"algorithm": "domino", "draft": "dummy", "draft_tokens": 3},
     "domino-tree": {"algorithm": "domino", "draft": "dummy", **_TREE},

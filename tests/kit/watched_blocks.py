@@ -35,7 +35,7 @@ class Watch:
         """drafter: the class that the engine uses; reference: that of the draft, a name in `conftest.TOY_BLOCKS`."""
         found, block = toy.checkpoint, toy.block(draft)
         target = decoder_of(found)
-        self.target = target.with_aux((2, 0))  # the layers of the draft's config
+        self.target = target.with_aux((1, 0))  # the layers of the draft's config
         self.reference = reference(block.raw, block.tensors, target)
         self.compared = 0
         propose = drafter.propose

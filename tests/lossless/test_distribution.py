@@ -10,10 +10,12 @@ from chi_square import p_value
 from crossed import first_quick
 from lossless import settings_of
 from naive_choice import adjusted, allowed_tokens, completing
+from stand_ins import steep_step_times
 from targets import Targets
 
-from specbatch import SamplingParams
+from specbatch import Engine, SamplingParams
 from specbatch.drafters import xpress
+from specbatch.engine.schedule import draft_length, verify_rows
 from specbatch.models.heads.xpress import published_shape
 
 REQUESTS, TOKENS, TOP_K, TEMPERATURE = 800, 3, 3, 1.5
@@ -92,8 +94,21 @@ def test_a_refiner_may_stop_before_its_choices_settle(targets: Targets, monkeypa
     check_distribution(targets, "llama", "xpress", {})
 
 
-def check_distribution(targets: Targets, target: str, drafter: str, how: dict[str, Any]) -> None:
-    engine = targets.engine(target, drafter, max_running=400, **settings_of(target, drafter))
+@pytest.mark.parametrize("drafter", first_quick(1, ["dspark-budget-auto", "model-budget-auto", "mtp-budget-auto"]))
+def test_budgets_that_are_chosen_keep_the_distribution(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """They follow from the drafts of the steps before, and often change."""
+    steep_step_times(monkeypatch)
+    monkeypatch.setattr(verify_rows, "NEWEST", 1.0)
+    monkeypatch.setattr(draft_length, "MARGIN", 1.0)
+    engine = check_distribution(targets, "qwen3.5" if "mtp" in drafter else "llama", drafter, {}, running=40)
+    steps = engine.record().counters["verify_budgets"]["40"]
+    assert len([count for count in steps.values() if count > 0.05 * sum(steps.values())]) > 1
+
+
+def check_distribution(targets: Targets, target: str, drafter: str, how: dict[str, Any], running: int = 400) -> Engine:
+    engine = targets.engine(target, drafter, max_running=running, **settings_of(target, drafter))
     prompt = targets.prompts(target)[4]
     params = [
         SamplingParams(
@@ -116,6 +131,7 @@ def check_distribution(targets: Targets, target: str, drafter: str, how: dict[st
     for item in done:
         counts[tuple(item.token_ids)] += 1
     assert p_value(list(counts.values()), [REQUESTS * chance for chance in expected.values()]) > 1e-4
+    return engine
 
 
 def distribution(

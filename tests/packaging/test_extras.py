@@ -13,10 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from named_in import imports_of, sources
 from packaging.requirements import Requirement
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from typer.testing import CliRunner
 
+from specbatch.cli.app import app
 from specbatch.errors import SpecbatchError
 from specbatch.extras import EXTRAS, missing, needs
 from specbatch.models.config import ModelConfig
@@ -48,10 +51,10 @@ print(json.dumps(found))
 """
 
 
-def run(folder: Path, *commands: str, without: set[str] = OPTIONAL) -> list[tuple[int, str, str, list[str], int]]:
-    """Commands in a process that cannot import the packages `without`: exit status, both outputs, some heavy
+def run(folder: Path, *commands: str) -> list[tuple[int, str, str, list[str], int]]:
+    """Commands in a process that cannot import the optional packages: exit status, both outputs, some heavy
     modules that are imported so far, and the number of all."""
-    code = RUN_WITHOUT.format(blocked=without, commands=[command.split() for command in commands])
+    code = RUN_WITHOUT.format(blocked=OPTIONAL, commands=[command.split() for command in commands])
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=folder)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -104,18 +107,24 @@ def test_generate_and_its_like_import_no_package_for_tables_and_evaluations(mode
     assert "pip install 'specbatch[http]'" in found[3][1]
 
 
-def test_missing_extra_is_named_in_one_line(tmp_path) -> None:
-    commands = {
-        "sweep --engine http --base-url http://127.0.0.1:9 --output out": "http",
-        "generate in.jsonl -o out.jsonl --distributed ray --workers 1 --device cpu": "ray",
-        "eval reasoning_gym:chain_sum --output out": "reasoning",
-    }
-    found = run(tmp_path, *commands, without=EXTRA_MODULES)
-    for (status, _, errors, _, _), extra in zip(found, commands.values(), strict=True):
-        assert status == 2, errors
-        (line,) = errors.splitlines()
-        assert re.fullmatch(rf"error: .*[a-z_, ]+ not installed; pip install 'specbatch\[{extra}\]'", line)
-    assert not list(tmp_path.glob("out*"))
+@pytest.mark.parametrize(
+    ("command", "extra"),
+    [
+        ("sweep --engine http --base-url http://127.0.0.1:9 --output out", "http"),
+        ("generate in.jsonl -o out.jsonl --distributed ray --workers 1 --device cpu", "ray"),
+        ("eval reasoning_gym:chain_sum --output out", "reasoning"),
+    ],
+)
+def test_missing_extra_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_packages: Callable[..., None], command: str, extra: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    use_packages(dict.fromkeys(EXTRA_MODULES))
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    assert re.fullmatch(rf"error: .*[a-z_, ]+ not installed; pip install 'specbatch\[{extra}\]'", line)
+    assert not list(tmp_path.iterdir())
 
 
 def test_http_extra_is_named(use_packages: Callable[..., None]) -> None:
@@ -138,12 +147,10 @@ def test_every_import_is_a_dependency_or_of_an_extra() -> None:
     """So that `pip install .` runs every command that names no extra."""
     installed = {MODULES.get(name, name) for name in map(name_of, PROJECT["dependencies"])}
     known = sys.stdlib_module_names | installed | EXTRA_MODULES | OF_OTHERS | {"specbatch", "xllamacpp"}  # a benchmark
-    for folder in ("specbatch", "evals", "sweeps", "kernels"):
-        for path in (ROOT / folder).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = [item.name for item in node.names] if isinstance(node, ast.Import) else []
-                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-                assert {name.split(".")[0] for name in names} <= known, path
+    for path in sources():
+        for node in imports_of(path):
+            names = [item.name for item in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            assert {name.split(".")[0] for name in names} <= known, path
 
 
 def name_of(requirement: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from named_in import FOLDERS, ROOT, files_naming
+from named_in import FOLDERS, ROOT, files_naming, imports_of, sources
 
 # Files that import modules by a name in a string -> whose names.
 BY_NAME = {
@@ -28,10 +28,11 @@ def test_modules_that_are_imported_by_name() -> None:
 def test_no_module_imports_the_package_that_it_is_in() -> None:
     """`from specbatch.weights import open_checkpoint` in specbatch/weights would run while its `__init__` does."""
     found = []
-    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
+    for name in sources():
+        path = ROOT / name
         inside = path.relative_to(ROOT / "specbatch" if path.is_relative_to(ROOT / "specbatch") else ROOT).parent
         packages = {".".join(("specbatch", *inside.parts[:depth])) for depth in range(1, len(inside.parts) + 1)}
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in imports_of(name):
             if isinstance(node, ast.ImportFrom) and node.module in packages:
                 folder = _folder(node.module)
                 names = {item.name for item in node.names}

@@ -206,7 +206,7 @@ def test_counters_of_a_run_agree_with_its_metrics(toy: Any, toy_engine: Any, dra
         engine = toy_engine(speculation=Speculation(schedule=schedule, **draft))
         # With so few tokens the limit often cuts verifies off, also after accepted drafts.
         params = SamplingParams(max_new_tokens=11, ignore_eos=True)
-        engine.generate([list(prompt) for prompt in toy.prompts()[:8]], params)
+        engine.generate([list(prompt) for prompt in toy.prompts()[8:16]], params)
         record = engine.record()
         counts, metrics = record.counters["acceptance"], record.metrics
         assert metrics["drafted_tokens"] == sum(counts["drafted"])

@@ -20,7 +20,8 @@ CHOSEN_IN: dict[str, tuple[str, ...]] = {
     "columns of a table of its own": (
         "evals/few_shot.py", "evals/grid_table.py", "evals/lm_eval_files.py", "sweeps/bench/limits.py",
         "sweeps/bench/one_batch.py", "sweeps/bench/sections.py", "sweeps/microbench/acceptance.py",
-        "sweeps/report/acceptance.py", "sweeps/report/gains.py", "sweeps/report/serving.py", "sweeps/report/tables.py",
+        "sweeps/report/acceptance.py", "sweeps/report/gains.py", "sweeps/report/groups.py", "sweeps/report/serving.py",
+        "sweeps/report/tables.py",
         "specbatch/records/reasoning.py",
     ),
     "lines of a summary": (

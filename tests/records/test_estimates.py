@@ -91,3 +91,14 @@ def test_holm_corrects_step_by_step() -> None:
     assert holm([0.02, 0.03, 0.01]) == pytest.approx([0.04, 0.04, 0.03])
     assert holm([0.5, 0.9]) == [1.0, 1.0]
     assert holm([]) == []
+
+
+@pytest.mark.parametrize("runs", [3, 5, 20])
+def test_detectable_effect_is_found_with_its_power(runs: int) -> None:
+    """The definition takes the t distribution for the noncentral one, which is near even for three runs."""
+    least = Estimate(0.0, 1 / math.sqrt(runs), runs - 1).detectable()
+    values = np.random.default_rng(0).normal(least, 1, (4000, runs))
+    found = np.mean(stats.ttest_1samp(values, 0, axis=1).pvalue < 0.05)
+    assert 0.75 < found < 0.86
+    assert Estimate(0.3, 0.0, 4).detectable() == 0
+    assert Estimate(0.0, 0.1, 2, anytime=True).detectable() > Estimate(0.0, 0.1, 2).detectable()

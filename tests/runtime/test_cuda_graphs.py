@@ -236,7 +236,7 @@ def test_a_rehearsal_changes_nothing(
 
 
 def test_layers_that_are_alike_are_warmed_once(graph_engine: Callable[..., Any]) -> None:
-    worker = graph_engine().parts.worker
+    worker = graph_engine(model="toy-deep").parts.worker
     forward = worker.forwards["target"]
     assert len(worker.decode_step.model.layers) == 4
     assert forward.unlike(4) == [0, 2, 3]  # the one before the last layer has another program after it
@@ -258,7 +258,7 @@ def test_piecewise_prefill_equals_a_whole_pass(
     worker = graph_engine(graphs=Graphs()).parts.worker
     batch, page_size = worker.batch, worker.prefill_step.page_size
     model, cache = worker.decode_step.model, worker.decode_step.cache
-    model = model.with_aux((2, 0)) if needs_all_hidden else model
+    model = model.with_aux((1, 0)) if needs_all_hidden else model
     piecewise = PiecewiseGraphs(
         model, cache, FakeRecorder(torch.device("cpu")), 48, batch.page_table, batch.tokens,
         needs_all_hidden=needs_all_hidden,

@@ -128,3 +128,23 @@ def test_target_positions_of_draft_steps():
     rows = torch.tensor([[1, 2, 3], [4, 5, 6]])
     assert ahead(rows, 1, 0).tolist() == [[2, 3, 0], [5, 6, 0]]
     assert ahead(rows, 5, -1).tolist() == [[-1] * 3] * 2
+
+
+@pytest.mark.parametrize("most", [1, 5, 12])
+def test_long_texts_are_attended_in_parts(monkeypatch, most):
+    """Outputs and gradients are those of all queries at once, in every step."""
+    generator = torch.Generator().manual_seed(0)
+    steps = [
+        [torch.randn(2, LENGTH, 2, *more, 8, generator=generator) for more in ((3,), (), ())] for _ in range(STEPS)
+    ]
+
+    def run():
+        inputs = [[tensor.clone().requires_grad_() for tensor in step] for step in steps]
+        memory = Memory(None, torch.arange(LENGTH))
+        outputs = [memory.attend(*step) for step in inputs]
+        sum((output * (place + 1)).square().sum() for place, output in enumerate(outputs)).backward()
+        return [*outputs, *(tensor.grad for step in inputs for tensor in step)]
+
+    whole = run()
+    monkeypatch.setattr("specbatch.training.chain.MOST_QUERIES", most)
+    torch.testing.assert_close(run(), whole)

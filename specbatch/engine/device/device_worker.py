@@ -125,6 +125,7 @@ class DeviceWorker:
         prefill_chunk: int,
         recorded_tokens: int,
         draft_lengths: tuple[int, ...],
+        budgets: tuple[float, ...] = (),
         recorder: Recorder | None,
         fp8: bool,
         deterministic: bool = False,
@@ -135,10 +136,10 @@ class DeviceWorker:
     ) -> None:
         """caches: of target and draft; forwards: their prefill passes by role, for their counters and recordings;
         prefill_chunk: most tokens of a pass; recorded_tokens: most of one that is recorded; draft_lengths: numbers of
-        drafts that a step may have; recorder: for graphs of whole decode steps, None to run them eagerly; fp8,
-        deterministic: see `use_fp8_activations` and `use_deterministic`; may_share: whether `share_prefixes` is called;
-        token_check: of a model that is divided over ranks; corpus: that the drafter reads; fewest: see
-        `WholeGraphs`."""
+        drafts that a step may have; budgets: see `Speculation`; recorder: for graphs of whole decode steps, None to run
+        them eagerly; fp8, deterministic: see `use_fp8_activations` and `use_deterministic`; may_share: whether
+        `share_prefixes` is called; token_check: of a model that is divided over ranks; corpus: that the drafter reads;
+        fewest: see `WholeGraphs`."""
         self.others: OtherRanks | None = None
         self.batch = batch
         self.prefill_step = prefill_step
@@ -159,7 +160,7 @@ class DeviceWorker:
         self.graphs: WholeGraphs | None = None
         if recorder is not None:
             self.graphs = WholeGraphs(
-                self._run, recorder, batch.slots, draft_lengths, batch.device, fewest, may_share=may_share
+                self._run, recorder, batch.slots, draft_lengths, batch.device, fewest, budgets, may_share=may_share
             )
             self.decode_counters = self.graphs.counters
         self._parts = StepInParts(decode_step, self.decode_counters)
@@ -211,24 +212,33 @@ class DeviceWorker:
 
     @launches
     def decode(
-        self, slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int, drafting: int | None = None
+        self,
+        slots: list[int],
+        flags: SamplingFlags,
+        num_drafts: int,
+        bound: int,
+        drafting: int | None = None,
+        budget: float | None = None,
     ) -> Result:
         """Run one decode step over the requests in `slots`, of which the first `drafting` draft (None: all), from a
-        graph if there are any; see `DecodeStep`. No KV is longer than `bound` after it."""
+        graph if there are any; see `DecodeStep`. No KV is longer than `bound` after it. budget: see `StepInput`."""
         if self.graphs is not None:
-            result = self.graphs(slots, flags, num_drafts, drafting, shares=self._shares)
+            result = self.graphs(slots, flags, num_drafts, drafting, budget, shares=self._shares)
         else:
             self.decode_counters.fall_back("off")
-            result = self._run(upload(slots, self.batch.device), flags, num_drafts, drafting, self._shares, bound)
+            on_device = upload(slots, self.batch.device)
+            result = self._run(on_device, flags, num_drafts, drafting, budget, self._shares, bound)
         if self.token_check is not None:
             self.token_check.step()
         return result
 
     @launches
-    def propose(self, slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int) -> Drafts:
+    def propose(
+        self, slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int, budget: float | None = None
+    ) -> Drafts:
         """Begin a decode step that waits for masks of grammars on the host: draft. `verify` and `accept` follow."""
         with use_fp8_activations(self._fp8):
-            step = self._input(upload(slots, self.batch.device), flags, num_drafts, self._shares, bound)
+            step = self._input(upload(slots, self.batch.device), flags, num_drafts, self._shares, bound, budget)
             return self._parts.propose(step, self.host)
 
     @launches
@@ -272,7 +282,8 @@ class DeviceWorker:
 
     @launches
     def place(self, count: int, length: int, pages: int) -> None:
-        """Contexts for measurements; see `DeviceBatch.place`."""
+        """Contexts for measurements, after which nothing is known of acceptance; see `DeviceBatch.place`."""
+        self.decode_step.forget()
         self.batch.place(count, length, pages, self.decode_step.model.config.vocab_size)
 
     @launches
@@ -307,12 +318,13 @@ class DeviceWorker:
         flags: SamplingFlags,
         num_drafts: int,
         drafting: int | None,
+        budget: float | None,
         shares: bool,
         bound: int | None = None,
     ) -> Result:
         """One decode step over slots [B]; what a graph records."""
         with use_fp8_activations(self._fp8):
-            step = self._input(slots, flags, num_drafts, shares, bound)
+            step = self._input(slots, flags, num_drafts, shares, bound, budget)
             if drafting is None:
                 return self.decode_step(step)
             # What requests share is known by their places in the whole batch, which one pass verifies.
@@ -320,13 +332,28 @@ class DeviceWorker:
             return self.decode_step.split(step, drafts, self._input(slots[drafting:], flags, 0, False, bound))
 
     def _input(
-        self, slots: torch.Tensor, flags: SamplingFlags, num_drafts: int, shares: bool = False, bound: int | None = None
+        self,
+        slots: torch.Tensor,
+        flags: SamplingFlags,
+        num_drafts: int,
+        shares: bool = False,
+        bound: int | None = None,
+        budget: float | None = None,
     ) -> StepInput:
         """bound: see `decode`; None for any, as in a graph."""
         bound = self.batch.width - 1 if bound is None else bound
         lengths, sampling = self.batch.look_up(slots, flags)
-        prefixes = self.batch.shared_prefixes(len(slots)) if shares else None
-        return StepInput(self.batch, slots, lengths, num_drafts, self._page_size, bound, sampling, prefixes=prefixes)
+        return StepInput(
+            self.batch,
+            slots,
+            lengths,
+            num_drafts,
+            self._page_size,
+            bound,
+            sampling,
+            prefixes=self.batch.shared_prefixes(len(slots)) if shares else None,
+            budget=budget,
+        )
 
     # -- graphs -----------------------------------------------------------------------------------------------
 
@@ -396,4 +423,4 @@ class DeviceWorker:
 
     def close(self) -> None:
         """Drop the graphs, which refer to this worker, so that its memory is freed at once."""
-        self.graphs = None
+        self.graphs = self._parts.graphs = None

@@ -134,6 +134,9 @@ class DecodeStep:
     def admit(self, slots: list[int]) -> None:
         """Requests were given these slots."""
 
+    def forget(self) -> None:
+        """Forget what was learned of acceptance."""
+
 
 def _result(step: StepInput, verified: Verified, accepted: Accepted) -> Result:
     flags, logits, path = step.sampling.flags, verified.scores, accepted.path

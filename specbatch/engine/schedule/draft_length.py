@@ -79,6 +79,7 @@ class Choice(NamedTuple):
     kind, expected_s  for `StepModel.observe`
     probing           whether it is not the best choice, but shows what others would do
     timing            of a probe: it shows the time of a step only, so that the drafter need not catch up before it
+    budget            rows per request of the verify, if that is chosen; see `VerifyRows`
     """
 
     num_drafts: int
@@ -87,9 +88,12 @@ class Choice(NamedTuple):
     expected_s: float = 0.0
     probing: bool = False
     timing: bool = False
+    budget: float | None = None
 
 
-class _Option(NamedTuple):
+class Option(NamedTuple):
+    """A choice that is compared."""
+
     speed: float  # expected tokens per second
     num_drafts: int
     members: Sequence[int] | None = None  # None: all
@@ -113,7 +117,10 @@ class DraftLength:
     prompt_s      seconds that the drafter takes for each token of a prompt
     idle_tokens   tokens that a request misses after a single step without drafts
     can_split     whether some requests of a step may draft while others do not
+    chooses_rows  whether it chooses verify budgets
     """
+
+    chooses_rows = False
 
     def __init__(self, draft_lengths: tuple[int, ...], buckets: list[int]) -> None:
         """draft_lengths: ascending; buckets: batch sizes, ascending, the last of which holds every batch."""
@@ -145,6 +152,10 @@ class DraftLength:
     def bucket(self, rows: int) -> int:
         return self.model.bucket(rows)
 
+    def form(self, length: int) -> tuple[int, float | None]:
+        """What a step of that length drafts and verifies: `num_drafts` and `budget` of its `Choice`."""
+        return length, None
+
     # -- choice -----------------------------------------------------------------------------------------------
 
     def choose(self, rows: int, describe: Callable[[], Requests]) -> Choice:
@@ -171,15 +182,15 @@ class DraftLength:
         if self._after_timing:  # until its result is known, what the drafter misses is not
             probe, num_drafts, members, timing = None, 0, None, False
         self._after_timing = timing
-        kind = self._kind(rows, num_drafts, members)
-        return Choice(num_drafts, members, kind, self.model.expected(kind, cached), probe is not None, timing)
+        kind, (num_drafts, budget) = self._kind(rows, num_drafts, members), self.form(num_drafts)
+        return Choice(num_drafts, members, kind, self.model.expected(kind, cached), probe is not None, timing, budget)
 
     def drafts_prompts(self, rows: int, contexts: Sequence[int], left: Sequence[int], tokens: int) -> bool:
         """Whether the drafter runs for `tokens` of prompts as soon as they are computed: whether their requests, whose
         contexts and expected tokens are given, might draft in a batch of so many, and as long as acceptance is not
         known."""
         self._prompt_tokens += tokens if self._has_ended else 0  # later prompts come as answers end
-        if not self.is_auto or not self.catch_up_s or not self.acceptance.is_known:
+        if not self.is_auto or not self.catch_up_s or not self._is_known:
             return True
         return self._may_draft(rows, contexts, left)
 
@@ -195,7 +206,7 @@ class DraftLength:
 
     def _options(
         self, requests: Requests, rows: int, cached: int, *, splits: bool = True
-    ) -> dict[tuple[int, int | None], _Option]:
+    ) -> dict[tuple[int, int | None], Option]:
         """By form: one common length each, and where requests differ the best in which only some of them draft."""
         places = [context.bit_length() - 1 for context in requests.contexts]  # as `range_of`
         counts = Counter(places)
@@ -204,12 +215,16 @@ class DraftLength:
             for place, missing, left in zip(places, requests.missing, requests.left, strict=True):
                 lags[place] += missing / left
         prompts = self.prompt_s * self._prompt_tokens / max(self._new_tokens, 1.0)  # seconds per new token
-        found = [_Option(rows * self._kept[False] / self.model.seconds(self._kind(rows, 0), cached), 0)]
-        for drafts in self.draft_lengths[1:]:
-            tokens = sum(count * self.acceptance.emitted(place)[drafts] for place, count in counts.items())
-            late = self.catch_up_s * sum(lag * self.acceptance.emitted(place)[drafts] for place, lag in lags.items())
+        found = []
+        for drafts in self.draft_lengths:
+            if not drafts:
+                found.append(Option(rows * self._kept[False] / self.model.seconds(self._kind(rows, 0), cached), 0))
+                continue
+            emitted = {place: self._emitted(rows, place, drafts) for place in counts}
+            tokens = sum(count * emitted[place] for place, count in counts.items())
+            late = self.catch_up_s * sum(lag * emitted[place] for place, lag in lags.items())
             seconds = self.model.seconds(self._kind(rows, drafts), cached) * APART + late + tokens * prompts
-            found.append(_Option(tokens * self._kept[True] / seconds, drafts))
+            found.append(Option(tokens * self._kept[True] / seconds, drafts))
         is_split = self._current.get(self.bucket(rows), NONE)[1] is not None
         self._until_split -= 1
         if splits and self.can_split and (lags or len(counts) > 1) and (is_split or self._until_split <= 0):
@@ -217,7 +232,16 @@ class DraftLength:
             found += self._split_options(requests, places, cached, max(found, key=lambda option: option.speed).speed)
         return {option.form: option for option in found}
 
-    def _split_options(self, requests: Requests, places: Sequence[int], cached: int, best: float) -> Iterable[_Option]:
+    def _emitted(self, rows: int, place: int, drafts: int) -> float:
+        """Tokens that a request of that range of contexts is expected to emit in a step of so many requests."""
+        return self.acceptance.emitted(place)[drafts]
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether acceptance is no longer a guess."""
+        return self.acceptance.is_known
+
+    def _split_options(self, requests: Requests, places: Sequence[int], cached: int, best: float) -> Iterable[Option]:
         """For each length the best option in which some requests draft, at least as many as in a probe; that in use,
         too."""
         rows = len(places)
@@ -236,7 +260,7 @@ class DraftLength:
             size = PROBED
             while size < rows:
                 seconds = self.model.seconds(self._kind(rows, drafts, order[:size]), cached) * APART + lost[size - 1]
-                option = _Option((rows + gained[size - 1]) * self._kept[True] / seconds, drafts, order[:size])
+                option = Option((rows + gained[size - 1]) * self._kept[True] / seconds, drafts, order[:size])
                 if option.form == used:
                     yield option
                 elif option.speed > SPLIT * best:
@@ -255,12 +279,13 @@ class DraftLength:
         requests: Requests,
         rows: int,
         cached: int,
-        current: _Option,
-        options: dict[tuple[int, int | None], _Option],
+        current: Option,
+        options: dict[tuple[int, int | None], Option],
     ) -> _Probe | None:
         """What a step drafts that probes; None where it is not time for one."""
         if not current.num_drafts:
-            if self.catch_up_s and self._times_next and not self._probe_left and rows > PROBED:
+            may_time = self.catch_up_s and not self.chooses_rows  # what was accepted counts, whatever was missing
+            if may_time and self._times_next and not self._probe_left and rows > PROBED:
                 return self._probe_time(requests, rows, cached)
             if self.can_split or (self.catch_up_s and rows <= PROBED):
                 return self._probe_few(requests, rows, cached)
@@ -324,18 +349,31 @@ class DraftLength:
 
     # -- what steps show --------------------------------------------------------------------------------------
 
-    def learn(self, choice: Choice, accepted: Iterable[tuple[int, int]], emitted: int, kept: int, ended: int) -> None:
+    def learn(
+        self,
+        choice: Choice,
+        accepted: Iterable[tuple[int, int]],
+        emitted: int,
+        kept: int,
+        ended: int,
+        values: Sequence[Sequence[float]] = (),
+    ) -> None:
         """Observe a step: of each request that drafted its context and how many drafts it accepted; of all requests
-        the emitted tokens, those of them that were kept, and how many of the requests ended."""
-        self.acceptance.learn(
-            0 if choice.timing else choice.num_drafts, ((range_of(context), count) for context, count in accepted)
-        )
+        the emitted tokens, those of them that were kept, and how many of the requests ended. values: for
+        `VerifyRows`."""
+        self._learn_accepted(choice, accepted, values)
         self._has_ended |= ended > 0
         self._prompt_tokens *= 1 - RATE
         self._new_tokens += kept - RATE * self._new_tokens
         if emitted and not choice.probing:
             drafted = choice.num_drafts > 0
             self._kept[drafted] += KEPT * (kept / emitted - self._kept[drafted])
+
+    def _learn_accepted(
+        self, choice: Choice, accepted: Iterable[tuple[int, int]], values: Sequence[Sequence[float]]
+    ) -> None:
+        drafts = 0 if choice.timing else choice.num_drafts
+        self.acceptance.learn(drafts, ((range_of(context), count) for context, count in accepted))
 
     def took(self, choice: Choice, seconds: float) -> None:
         """Observe the time of a step."""

@@ -175,9 +175,10 @@ class Runner:
         timer, late = StepTimer.begin(self._worker.batch.device), self._worker.decode_counters.recorded_late
         is_split = 0 < drafting < len(requests)
         if in_parts:
-            result = self._decode_with_masks(requests, slots, flags, choice.num_drafts, plan.bound)
+            result = self._decode_with_masks(requests, slots, flags, choice, plan.bound)
         else:
-            result = self._worker.decode(slots, flags, choice.num_drafts, plan.bound, drafting if is_split else None)
+            some = drafting if is_split else None
+            result = self._worker.decode(slots, flags, choice.num_drafts, plan.bound, some, choice.budget)
         if self._worker.decode_counters.recorded_late > late:
             timer = None  # it would show the time of recording
         if timer is not None:
@@ -187,10 +188,7 @@ class Runner:
         copy = self._copy(result)
         self._launched_at = time.perf_counter()
         if self._draft_length.is_auto:
-            cached = sum(item.request.committed for item in requests) // len(requests)
-            self.counters.add_draft_length(
-                self._draft_length.bucket(len(slots)), cached, choice.num_drafts, drafting if is_split else None
-            )
+            self._count_choice(requests, choice, drafting if is_split else None)
             if timer is None and self._stream is None and not in_parts:  # a CPU is done
                 self._draft_length.took(choice, self._launched_at - begun)
         host_s = self._launched_at - start
@@ -202,11 +200,11 @@ class Runner:
         )
 
     def _decode_with_masks(
-        self, requests: Sequence[ScheduledRequest], slots: list[int], flags: SamplingFlags, num_drafts: int, bound: int
+        self, requests: Sequence[ScheduledRequest], slots: list[int], flags: SamplingFlags, choice: Choice, bound: int
     ) -> Result:
         """A decode step that waits for its drafts: grammars on the host tell which tokens may follow them."""
         self._worker.host.answers = HostDrafting(requests)
-        drafts = self._worker.propose(slots, flags, num_drafts, bound)
+        drafts = self._worker.propose(slots, flags, choice.num_drafts, bound, choice.budget)
         copy = AsyncCopy(*(item for item in drafts if item is not None), stream=self._stream)
         self._worker.verify()
         tokens, drafted, *ancestors = copy.wait()
@@ -234,6 +232,8 @@ class Runner:
         accepted: list[tuple[int, int]] = []
         emitted = kept = 0
         choice = launched.choice
+        values_of_drafts = more.pop() if choice.budget is not None else []
+        found: list[list[float]] = []
         drafting = len(launched.requests if choice.members is None else choice.members) if choice.num_drafts else 0
         for index, item in enumerate(launched.requests):
             emitted += 1 if launched.first else values[index][-3] + 1
@@ -243,6 +243,7 @@ class Runner:
                 continue
             if index < drafting:
                 accepted.append((request.committed, values[index][-3]))
+                found += values_of_drafts[index : index + 1]
             logprobs = Logprobs(*(of_requests[index] for of_requests in more)) if more else None
             kept += self._book(request, values[index], logprobs, launched.first, now)
             if request.finish_reason is not None and request.is_answered:
@@ -250,7 +251,7 @@ class Runner:
         self._on_result(now, kept)
         self._add_to_corpus(finished)
         if self._draft_length.is_auto and not launched.first:
-            self._draft_length.learn(choice, accepted, emitted, kept, len(finished))
+            self._draft_length.learn(choice, accepted, emitted, kept, len(finished), found)
 
     def _note_prompt_logprobs(self, launched: Launched) -> None:
         if launched.scores is None:
@@ -316,6 +317,15 @@ class Runner:
             )
             self.launch = step
         return fewer or bool(chunks)
+
+    def _count_choice(self, requests: Sequence[ScheduledRequest], choice: Choice, drafting: int | None) -> None:
+        """Count what a step drafts or verifies. drafting: see `Counters.add_draft_length`."""
+        bucket = self._draft_length.bucket(len(requests))
+        if self._draft_length.chooses_rows:
+            self.counters.add_verify_budget(bucket, choice.budget or 1.0)
+            return
+        cached = sum(item.request.committed for item in requests) // len(requests)
+        self.counters.add_draft_length(bucket, cached, choice.num_drafts, drafting)
 
     def _count_times(self, launched: Launched, start: float, now: float, overlapped: bool, late: bool) -> None:
         counters = self.counters

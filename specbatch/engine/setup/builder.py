@@ -23,6 +23,8 @@ from specbatch.engine.device.token_check import DigestedStep, TokenCheck
 from specbatch.engine.device.verify_budget import BudgetedStep, VerifyBudget
 from specbatch.engine.schedule.draft_length import PROBED, DraftLength, announced
 from specbatch.engine.schedule.scheduler import Scheduler
+from specbatch.engine.schedule.verify_rows import VerifyRows
+from specbatch.engine.schedule.verify_rows import announced as announced_budgets
 from specbatch.engine.setup.cache_scales import stored_cache
 from specbatch.engine.setup.caps import caps_of, start_up_line
 from specbatch.engine.setup.graph_recording import record_graphs
@@ -136,6 +138,8 @@ def _build(
         )
     if asked.is_auto:
         log(announced(asked.draft_lengths))
+    if asked.budgets:
+        log(announced_budgets(asked.budgets))
     for line in plan.lines(1 if ranks is None else ranks.size):
         log(line)
     if ranks is not None and prepared.device.type == "cpu":
@@ -230,7 +234,8 @@ def _load(
     simulated = config.speculation.simulated
     simulate = None if simulated is None else _thresholds(simulated, device)
     idles = draft.catch_up != "none" and corpus is None
-    can_split = config.speculation.is_auto and ranks is None and corpus is None and (idles or not draft.layers)
+    one_for_all = ranks is not None or corpus is not None or bool(config.speculation.budgets)
+    can_split = config.speculation.is_auto and not one_for_all and (idles or not draft.layers)
     step = DecodeStep(model, cache, drafter, simulate, config.speculation.verification, idles)
     token_check = None if ranks is None else TokenCheck(device)
     if token_check is not None:
@@ -255,6 +260,7 @@ def _load(
         prefill_chunk=plan.prefill_chunk,
         recorded_tokens=recorded,
         draft_lengths=config.speculation.draft_lengths,
+        budgets=config.speculation.budgets,
         recorder=recorder if config.graphs.decode == "whole" else None,
         fp8=fp8,
         deterministic=config.deterministic,
@@ -264,6 +270,11 @@ def _load(
         fewest=PROBED if can_split else None,
     )
     chooser = DraftLength(config.speculation.draft_lengths, batch_buckets(plan.max_running))
+    if config.speculation.budgets:
+        pads = config.graphs.decode == "whole"
+        chooser = VerifyRows(
+            num_drafts, config.speculation.budgets, chooser.buckets, pads=pads, may_idle=config.speculation.is_auto
+        )
     chooser.can_split = can_split
     return EngineParts(
         config=config,
@@ -291,7 +302,8 @@ def _budget(config: EngineConfig, running: int, device: torch.device) -> VerifyB
     if asked.verify_budget is None:
         return None
     by_rejection = asked.entry.samples_drafts and asked.corpus is None and not config.deterministic
-    return VerifyBudget.of(asked.verify_budget, running, device, mixes_seeds=by_rejection)
+    mean = None if asked.budgets else float(asked.verify_budget)
+    return VerifyBudget.of(mean, running, device, mixes_seeds=by_rejection)
 
 
 def _scheduler(
@@ -331,28 +343,35 @@ def _largest_window(models: list[ModelConfig]) -> int | None:
 
 
 def _time_draft_lengths(parts: EngineParts) -> dict[str, Any]:
-    """Time decode steps of every length, if one is chosen as the engine runs. Returns seconds, for the caps."""
+    """Time decode steps of every length or budget, if one is chosen as the engine runs. Returns seconds, for the
+    caps."""
     chooser, pages = parts.draft_length, parts.plan.kv_pages
     if not chooser.is_auto:
         return {}
     slots = parts.scheduler.kv_slots_per_step
-    model = measure_step_times(parts.worker, chooser.buckets, chooser.draft_lengths, slots_per_step=slots, pages=pages)
-    chooser.model = model
-    if parts.draft.catch_up != "none":
+    chooser.model = model = measure_step_times(
+        parts.worker, chooser.buckets, chooser.draft_lengths, slots_per_step=slots, pages=pages, form=chooser.form
+    )
+    if parts.draft.catch_up != "none" and chooser.draft_lengths[0] == 0:
         chunk, by_target = parts.plan.prefill_chunk, parts.draft.catch_up == "target"
         chooser.catch_up_s, chooser.prompt_s = measure_catch_up(parts.worker, chunk, pages, by_target=by_target)
         chooser.idle_tokens = parts.draft.uncached_tail + 1
 
     def seconds(cached: int) -> dict[str, dict[str, float]]:
         return {
-            str(rows): {str(n): model.expected(model.kind(rows, n), cached) for n in chooser.draft_lengths}
+            str(rows): {
+                f"{chooser.form(n)[1] or 1:g}" if chooser.chooses_rows else str(n): model.expected(
+                    model.kind(rows, n), cached
+                )
+                for n in chooser.draft_lengths
+            }
             for rows in chooser.buckets
         }
 
     base, more = seconds(0), seconds(1)
     per_token = {rows: {n: more[rows][n] - base[rows][n] for n in row} for rows, row in base.items()}
     return {
-        "draft_length_s": base,
+        "verify_budget_s" if chooser.chooses_rows else "draft_length_s": base,
         "cached_token_s": per_token,
         "catch_up_token_s": chooser.catch_up_s,
         "draft_prompt_token_s": chooser.prompt_s,

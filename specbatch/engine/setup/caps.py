@@ -40,7 +40,7 @@ def caps_of(prepared: Prepared, plan: MemoryPlan, cache: KVCache, running: int, 
         "prefix_cache": "on" if config.prefix_cache else "off",
         "shared_prefixes": "once" if shares_prefixes(prepared) else "each",
     }
-    if asked.verify_budget is not None:
+    if asked.verify_budget is not None and not asked.budgets:
         caps["verify_budget"] = asked.verify_budget
     if corpus is not None:
         caps |= {"corpus_tokens": corpus.size, "corpus_bytes": corpus.bytes(running)}

@@ -48,7 +48,7 @@ def memory_plan(
             most=running,
             chunk=most,
             layers=model.num_layers + draft.layers,
-            draft_lengths=config.speculation.draft_lengths,
+            choices=len(config.speculation.draft_lengths) + max(len(config.speculation.budgets) - 1, 0),
             may_share=shares,
         )
         if config.graphs.prefill == "piecewise":

@@ -1,10 +1,12 @@
-"""Times decode steps of every draft length at start, for `draft_tokens="auto"`."""
+"""Times decode steps of every draft length or verify budget at start, for `draft_tokens="auto"` and
+`verify_budget="auto"`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from specbatch.core.async_copy import seconds_of
@@ -22,34 +24,45 @@ CATCH_UP = {"cuda": 2048, "cpu": 128}  # tokens of a pass in which catching up i
 LONG = {"cuda": 1 << 17, "cpu": 1 << 12}  # cached tokens of a step with long contexts, at most
 
 
-def measured_batches(buckets: Sequence[int]) -> list[int]:
-    """The batch sizes that are timed: powers of two and the largest. Times between them are linear enough."""
-    return [size for size in buckets if size & (size - 1) == 0 or size == buckets[-1]]
+def timed(sizes: Sequence[int]) -> list[int]:
+    """The batch sizes or lengths that are timed: powers of two and the largest. Times between them are linear
+    enough."""
+    return [size for size in sizes if size & (size - 1) == 0 or size == sizes[-1]]
 
 
 @torch.inference_mode()
 def measure_step_times(
-    worker: DeviceWorker, buckets: list[int], draft_lengths: Sequence[int], *, slots_per_step: int, pages: int
+    worker: DeviceWorker,
+    buckets: list[int],
+    draft_lengths: Sequence[int],
+    *,
+    slots_per_step: int,
+    pages: int,
+    form: Callable[[int], tuple[int, float | None]] = lambda length: (length, None),
 ) -> StepModel:
     """Times of decode steps by batch and number of drafts, with short contexts and with long ones.
 
-    slots_per_step: KV slots that a step may write to; pages: of the pool, which no request uses yet. Requests with
-    pages of their own are timed, because steps over the same page would find it in the device's cache."""
+    form: see `DraftLength.form`; slots_per_step: KV slots that a step may write to; pages: of the pool, which no
+    request uses yet. Requests with pages of their own are timed, because steps over the same page would find it in the
+    device's cache."""
     device, page_size = worker.batch.device, worker.decode_step.cache.page_size
-    sizes, most = measured_batches(buckets), worker.batch.width - slots_per_step - 2
+    sizes, most = timed(buckets), worker.batch.width - slots_per_step - 2
 
-    def time_of(size: int, length: int, num_drafts: int) -> float:
+    def time_of(size: int, length: int, drafts: int) -> float:
         """Seconds with contexts of so many tokens, the shortest of some steps."""
+        num_drafts, budget = form(drafts)
         slots, bound = [*range(1, size + 1)], length + slots_per_step
         place = partial(worker.place, size, length, min(pages_for(bound + 1, page_size), pages // size))
         place()
         worker.shorten(slots, num_drafts, bound)  # what prepares the drafter for fewer drafts is no part of a step
-        return shortest(partial(worker.decode, slots, SamplingFlags(), num_drafts, bound), device, before=place)
+        return shortest(
+            partial(worker.decode, slots, SamplingFlags(), num_drafts, bound, None, budget), device, before=place
+        )
 
     if device.type == "cuda":
-        padding, warm = [0] * sizes[-1], 0.0
+        padding, warm, (num_drafts, budget) = [0] * sizes[-1], 0.0, form(draft_lengths[0])
         while warm < WARM_S:
-            work = partial(worker.decode, padding, SamplingFlags(), draft_lengths[0], slots_per_step + 1)
+            work = partial(worker.decode, padding, SamplingFlags(), num_drafts, slots_per_step + 1, None, budget)
             warm += seconds_of(work, device)
     measured: dict[int, dict[int, float]] = {}
     per_token: dict[int, dict[int, float]] = {}
@@ -57,7 +70,9 @@ def measure_step_times(
     # From few to many rows: at its power limit a GPU is slower for a while, also with what takes less power. A time of
     # many rows may then be too short, which steps of a run correct as soon as they rely on it.
     for size in sizes:
-        measured[size] = {num_drafts: time_of(size, short, num_drafts) for num_drafts in draft_lengths}
+        times = {drafts: time_of(size, short, drafts) for drafts in timed(draft_lengths)}
+        between = np.interp(draft_lengths, list(times), list(times.values())).tolist()
+        measured[size] = dict(zip(draft_lengths, between, strict=True))
         long = min(most, pages // size * page_size - slots_per_step - 1, limit // size)
         per_token[size] = dict.fromkeys(draft_lengths, 0.0)
         if long > 4 * short:

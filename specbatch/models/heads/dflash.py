@@ -174,7 +174,7 @@ class DFlashConfig(ModelConfig):
             **vars(plain) | {"tie_embeddings": False},
             block_size=block,
             mask_token=count_of(own, "mask_token_id", least=0),
-            features=features,
+            features=features._replace(listed=tuple(features.listed)),
             target_depth=depth,
             masks=_masks(inner, plain.num_layers, causal, block),
             from_anchor=from_anchor,

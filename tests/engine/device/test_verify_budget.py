@@ -90,10 +90,16 @@ def emitted(toy: Toy, drafts: Text, drafted: int) -> dict[Text, float]:
 
 
 def texts_of(
-    toys: tuple[Toy, Toy], confidence: Confidence, most: int, total: int, *, same_numbers: bool = False
+    toys: tuple[Toy, Toy],
+    confidence: Confidence,
+    most: int,
+    total: int | Callable[[list[list[float]]], int],
+    *,
+    same_numbers: bool = False,
 ) -> tuple[dict[tuple[Text, Text], float], set[int]]:
     """The joint distribution of the texts of `most` + 1 tokens of two requests, which have `most` drafts each and
-    verify `total` of them, and how many the first one verifies. same_numbers: both draw the same drafts."""
+    verify `total` of them, and how many the first one verifies. total: given, or by the confidence in all drafts of
+    the step; same_numbers: both draw the same drafts."""
     vocabulary, length = toys[0].vocabulary, most + 1
     found: dict[tuple[Text, Text], float] = defaultdict(float)
     counts_seen: set[int] = set()
@@ -107,7 +113,8 @@ def texts_of(
         conditional = [
             [confidence(number, chain[: at + 1]) for at in range(most)] for number, chain in enumerate(chains)
         ]
-        counts = verified_drafts(torch.tensor(conditional), torch.tensor([most, most]), total).tolist()
+        number = total if isinstance(total, int) else total(conditional)
+        counts = verified_drafts(torch.tensor(conditional), torch.tensor([most, most]), number).tolist()
         counts_seen.add(counts[0])
         each = [completed(toy, chain, count, length) for toy, chain, count in zip(toys, chains, counts, strict=True)]
         for (one, share), (other, other_share) in itertools.product(*(texts.items() for texts in each)):
@@ -164,6 +171,13 @@ def test_confidence_in_drafts_that_are_not_sampled_yet_is_lossless(seed: int, mo
 def test_enumeration_catches_confidence_in_the_draft_itself() -> None:
     toys = toys_of(0)
     assert error(toys, texts_of(toys, itself, 2, 2)[0], 3) > 1e-3
+
+
+def test_enumeration_catches_a_budget_that_depends_on_drafts_of_its_step() -> None:
+    """The confidence in a draft depends on the drafts before it only, but it decides on these if it sets the budget."""
+    toys = toys_of(0)
+    found, _ = texts_of(toys, before, 2, lambda confidence: 1 + (confidence[1][1] == 1.0))
+    assert error(toys, found, 3) > 1e-3
 
 
 def test_enumeration_catches_the_same_random_numbers_in_two_requests() -> None:

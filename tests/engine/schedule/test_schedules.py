@@ -27,7 +27,7 @@ DRAFTERS = {
     "ngram-1-2": {"algorithm": "ngram", "draft_tokens": 1, "ngram_min": 2, "ngram_max": 2},
     "ngram-7-1": {"algorithm": "ngram", "draft_tokens": 7, "ngram_min": 1, "ngram_max": 3},
     "self": {"algorithm": "standalone", "draft": "self:skip=1", "draft_tokens": 3},
-    "self-deep": {"algorithm": "standalone", "draft": "self:skip=0,2-3", "draft_tokens": 5},
+    "self-deep": {"algorithm": "standalone", "draft": "self:skip=0,2", "draft_tokens": 5},
     "other": {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 2},
     "block": {"algorithm": "dflash", "draft": "toy-block-34", "draft_tokens": 4},
     "ngram-tree": {"algorithm": "ngram", "draft_steps": 4, "draft_topk": 3, "draft_tokens": 9, "ngram_min": 1},

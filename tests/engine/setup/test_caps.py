@@ -17,7 +17,7 @@ def test_caps_of_an_engine(toy_engine: Callable[..., Any]) -> None:
     expected |= {"max_running": 8, "max_model_len": 120, "kv_pages": 60, "prefill_chunk": 24, "verify_rows": 4}
     expected |= {"prefix_cache": "on", "deterministic": "off", "fp8_activations": "off"}
     assert {name: caps[name] for name in expected} == expected
-    assert caps["kv_bytes"] == 60 * 4 * 4 * 2 * 2 * 8 * 4  # pages, tokens, layers, k and v, KV heads, channels, bytes
+    assert caps["kv_bytes"] == 60 * 4 * 3 * 2 * 2 * 8 * 4  # pages, tokens, layers, k and v, KV heads, channels, bytes
     assert "verify_budget" not in caps
     assert "corpus_tokens" not in caps
 

@@ -39,10 +39,14 @@ def test_linear_matches_reference(rows: int, biased: bool, dtype: torch.dtype) -
 @pytest.mark.parametrize("rows", ROWS)
 def test_strided_inputs(rows: int) -> None:
     weight, bias = numbers(53, 37, seed=1), numbers(53, seed=2)
-    check(numbers(37, rows, seed=rows).t(), weight, bias)  # the layout of a transposed matmul
     check(numbers(rows, 90, seed=rows)[:, 20:57], weight, bias)  # a slice of a fused projection
     check(numbers(2 * rows, 37, seed=rows)[::2], weight, bias)
     check(numbers(rows, 37, seed=rows), numbers(80, 37, seed=1)[9:62], bias)  # rows of a fused weight
+
+
+def test_rows_of_a_transposed_matrix_are_refused_on_every_device() -> None:
+    with pytest.raises(AssertionError, match="must be adjacent"):
+        Linear(numbers(53, 37, seed=1))(numbers(37, 5, seed=5).t())
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(1, 1), (1, 9), (9, 1), (64, 64)])

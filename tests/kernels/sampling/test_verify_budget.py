@@ -14,9 +14,7 @@ pytest.importorskip("triton")
 
 from specbatch.kernels.sampling import verify_budget_triton
 from specbatch.kernels.sampling.accept import Proposal
-from specbatch.kernels.sampling.verify_budget import LEVELS, MOST, learn_ref, spend_ref
-
-KINDS = 2 * LEVELS + 1
+from specbatch.kernels.sampling.verify_budget import KINDS, LEVELS, MOST, learn_ref, spend_ref
 
 
 class Step:
@@ -33,6 +31,7 @@ class Step:
         compared[1::2] = MOST - 1 - random(9, len(compared[1::2]))  # a few drafts before they are halved
         self.counts = torch.stack([compared, (compared * 0.7).long()])
         self.counts[:, : LEVELS // 2] = 0
+        self.counts[:, 3 * LEVELS : 5 * LEVELS] = 0
         self.recent = torch.rand(2, batch + 4, generator=generator).sort(0, descending=True).values * 9
         self.slots = torch.randperm(batch + 3, generator=generator)[:batch] + 1
         self.slots[random(4, batch) == 0] = 0
@@ -51,13 +50,15 @@ class Step:
         """The kernel's choice, which is also that of the reference on a CPU: a GPU adds and multiplies alike, but torch
         takes the product of a chain in another order there."""
         arguments = self.counts, self.recent, self.slots, self.drafts, self.temperature if is_sampled else None
-        ours = verify_budget_triton.spend(*arguments, total)
+        ours = verify_budget_triton.spend(*arguments, total, with_values=True)
         on_cpu = [self._moved(part, torch.device("cpu")) if isinstance(part, Proposal) else
                   part if part is None else part.cpu() for part in arguments]  # fmt: skip
-        theirs = spend_ref(*on_cpu, total)
+        theirs = spend_ref(*on_cpu, total, with_values=True)
         assert ours.drafted.tolist() == theirs.drafted.tolist()
         for found, wanted in zip(
-            (ours.levels, *(ours.packed or ())), (theirs.levels, *(theirs.packed or ())), strict=True
+            (ours.levels, ours.values, *(ours.packed or ())),
+            (theirs.levels, theirs.values, *(theirs.packed or ())),
+            strict=True,
         ):
             assert found is not None
             assert wanted is not None

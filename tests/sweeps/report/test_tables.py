@@ -18,7 +18,7 @@ from specbatch.sweeps.report.compare import compare
 from specbatch.sweeps.report.heading import run_on
 from specbatch.sweeps.report.notes import losses_of
 from specbatch.sweeps.report.points import SWEEP, View, bases, load_records
-from specbatch.sweeps.report.tables import categories, markdown, shown, table, write_summary
+from specbatch.sweeps.report.tables import markdown, shown, table, write_summary
 
 
 def test_ratio_and_its_interval_are_those_of_the_rounds():
@@ -272,25 +272,6 @@ def test_acceptance_has_a_table_of_its_own():
     assert shown == ["4", "v1", "20", "60 30", "60 50", "40 30 30", "64+: 1.90"]
     assert lines[place + 3] == ""
     assert "reached draft" not in text_of(records[:1])
-
-
-def test_categories_have_their_own_table_over_all_repeats():
-    records = [record("v1", 1, 20.0), record("v1", 2, 20.0), record("baseline", 1, 10.0)]
-    counts = {"emitted": 9, "verify_steps": 4, "accepted": 5, "drafted": 20}
-    for made, category in zip(records, ("math", "math", "coding"), strict=True):
-        made.requests = [{"output_tokens": 10, "category": category, **(counts if category == "math" else {})}]
-    records[0].requests[0] |= {"turn": 2, "ttft_s": 0.25, "tpot_s": 0.01, "finish_reason": "stop"}
-    lines = ["".join(line.split()) for line in categories(records).splitlines() if set(line) - set("|-")]
-    assert [line for line in lines if "config" not in line] == [
-        "|4|v1|math|2|20|2.250|0.250|250.0|10.00|",
-        "|4|baseline|coding|1|10|-|-|-|-|",
-        "|4|v1|2|1|10|2.250|0.250|250.0|10.00|",
-    ]
-    assert [line.split("|")[3] for line in lines if "config" in line] == ["category", "turn"]
-    assert categories(records) in text_of(records)
-    for made in records:
-        made.requests = [{"output_tokens": 10}]
-    assert categories(records) == ""
 
 
 def test_heading_says_which_configurations_were_deterministic():

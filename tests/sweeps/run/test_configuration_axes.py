@@ -70,7 +70,7 @@ AXES: dict[str, tuple[list[Any], dict[str, Any]]] = {
     "corpus_tokens": ([1024, 2048], CORPUS),
     "corpus_min": ([2, 4], CORPUS),
     "verification": (["token", "block"], MODEL),
-    "verify_budget": ([1.5, 2.0], MODEL),
+    "verify_budget": ([1.5, 2.0, "auto"], MODEL),
     "simulate_accept_length": ([1.5, 2.0], MODEL),
     "simulate_accept": (["0.5,0.4,0.3", "0.9,0.4,0.3"], MODEL),
 }

@@ -1,0 +1,112 @@
+"""Fine-tunes a model on questions with reference answers, and saves checkpoints on the way, for tables of stale drafts.
+
+    python docs/grids/fine_tune.py MODEL --steps 0,50,200 --lr 1e-5 --out checkpoints
+    specbatch sweep --model checkpoints/step-0,checkpoints/step-50 --algorithm eagle3 --draft HEAD
+
+MODEL is a folder that transformers reads. The data are GSM8K's training questions, which are bundled, or JSONL with
+`question` and `answer`; the loss is that of the answers. Weights and AdamW's states are FP32; on a GPU the passes are
+BF16. OUT/steps.jsonl has a line per checkpoint: the mean loss since the one before, and how far the weights have moved
+relative to their size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from specbatch.jobs.questions import bundled_questions, read_questions
+from specbatch.text.tokenizer import Tokenizer
+
+IGNORED = -100  # a label without loss
+
+
+def batches(tokenizer: Tokenizer, rows: list[dict[str, str]], size: int, seed: int) -> Any:
+    """Endless batches of token ids and labels, padded at the right."""
+    order, end = random.Random(seed), min(tokenizer.eos_ids)
+    while True:
+        shuffled = order.sample(rows, len(rows))
+        for begin in range(0, len(shuffled) - size + 1, size):
+            found = []
+            for row in shuffled[begin : begin + size]:
+                asked = tokenizer.encode(f"Question: {row['question']}\nAnswer:")
+                answer = [*tokenizer.encode(f" {row['answer']}", add_special_tokens=False), end]
+                found.append((asked + answer, [IGNORED] * len(asked) + answer))
+            longest = max(len(ids) for ids, _ in found)
+            yield tuple(
+                torch.tensor([one + [filler] * (longest - len(one)) for one in side])
+                for side, filler in zip(zip(*found, strict=True), (end, IGNORED), strict=True)
+            )
+
+
+def moved(model: Any, first: dict[str, torch.Tensor]) -> float:
+    """The norm of the change of all weights, relative to their norm."""
+    change = sum(
+        float((weight.detach().cpu() - first[name]).square().sum()) for name, weight in model.named_parameters()
+    )
+    return (change / sum(float(weight.square().sum()) for weight in first.values())) ** 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--steps", default="0,50,200,800")
+    parser.add_argument("--lr", type=float, default=1e-5)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    saved = sorted({int(step) for step in given.steps.split(",")})
+    rows = (read_questions("data", given.data) if given.data else bundled_questions("gsm8k_train")).rows
+    torch.manual_seed(given.seed)
+    dtype = json.loads((given.model / "config.json").read_text()).get("torch_dtype", "float32")
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(given.device)
+    model.gradient_checkpointing_enable()  # transformers 5.23 warns of a new name, which earlier ones lack
+    first = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=given.lr, weight_decay=0.0)
+    source, losses = batches(Tokenizer.from_folder(given.model), rows, given.batch, given.seed), list[float]()
+    given.out.mkdir(parents=True)
+    for step in range(saved[-1] + 1):
+        if step in saved:
+            line = {"step": step, "loss": sum(losses) / len(losses) if losses else None, "moved": moved(model, first)}
+            save(model, given.model, given.out / f"step-{step}", getattr(torch, dtype))
+            with (given.out / "steps.jsonl").open("a") as file:
+                file.write(json.dumps(line | {"lr": given.lr, "batch": given.batch, "seed": given.seed}) + "\n")
+            print(json.dumps(line), flush=True)
+            losses = []
+        if step == saved[-1]:
+            break
+        for group in optimizer.param_groups:
+            group["lr"] = given.lr * min(1.0, (step + 1) / 20)
+        ids, labels = (side.to(given.device) for side in next(source))
+        with torch.autocast(torch.device(given.device).type, torch.bfloat16, enabled=given.device != "cpu"):
+            loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+
+
+def save(model: Any, source: Path, folder: Path, dtype: torch.dtype) -> None:
+    """A folder like `source` with the weights as they are now. Tied matrices are stored once."""
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    for path in source.iterdir():
+        if path.is_file() and path.suffix not in (".safetensors", ".bin") and not path.name.endswith(".index.json"):
+            shutil.copy(path, folder)
+    weights = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in model.named_parameters()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    main()

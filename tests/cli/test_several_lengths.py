@@ -1,0 +1,110 @@
+"""`sweep` with several lengths of prompts or kinds of text: a folder for each, one table, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from .conftest import TINY_SWEEP
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    for name in ("one", "two"):
+        (tmp_path / f"text/{name}").mkdir(parents=True)
+        for number in range(4):
+            (tmp_path / f"text/{name}/f{number}.py").write_text(f"{name} {number} " * 30)
+    return tmp_path / "text"
+
+
+@pytest.fixture
+def sweep(run, text, tmp_path):
+    words = (
+        "--configs baseline,v2 --concurrency 1,2 --repeats 2 --device cpu --output-len 5 --prompts-per-concurrency 2"
+    )
+    return lambda options: run(
+        "sweep", *words.split(), "--dataset", f"repository:{text}", "--output", tmp_path / "out", *options.split()
+    )
+
+
+def workload(folder: Path) -> dict:
+    return json.loads((folder / "v2/c2/r1/record.json").read_text())["workload"]
+
+
+def test_each_length_has_a_folder_and_prompts_that_end_alike(sweep, run, tmp_path):
+    out = tmp_path / "out"
+    result = sweep("--input-len 40,20")
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader((out / "summary.csv").read_text().splitlines()))
+    assert [(row["input_len"], row["concurrency"], row["configuration"]) for row in rows] == [
+        (size, at, name) for size in ("20", "40") for at in ("1", "2") for name in ("baseline", "v2")
+    ]
+    short, long = (workload(out / f"input-len-{size}") for size in (20, 40))
+    assert (short["input_len"], long["input_len"], short["window"]) == (20, 40, 40)
+    assert short["sources"] == long["sources"]
+    assert {source.partition("/")[0] for source in short["sources"]} == {"one", "two"}
+    assert "4 prompts, which end in " in (out / "input-len-20/summary.md").read_text()
+    alone = sweep("--input-len 20 --window 40 --output " + str(tmp_path / "alone"))
+    assert alone.exit_code == 0, alone.output
+    assert workload(tmp_path / "alone")["prompts_sha256"] == short["prompts_sha256"]
+
+    again = sweep("--input-len 40,20")
+    assert again.stderr.count("8 of 8 points are finished") == 2
+    before = (out / "summary.md").read_text()
+    result = run("report", out, "--output", tmp_path / "new", "--records", tmp_path / "records.tar.xz")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "new/summary.md").read_text() == before
+    assert (tmp_path / "new/input-len-20/report.html").exists()
+
+
+def test_kinds_of_text(sweep, tmp_path):
+    result = sweep("--input-len 20 --concurrency 1 --repeats 1 --scramble none,shuffled,random")
+    assert result.exit_code == 0, result.output
+    records = [tmp_path / f"out/scramble-{kind}/v2/c1/r1/record.json" for kind in ("none", "shuffled", "random")]
+    assert len({json.loads(path.read_text())["workload"]["prompts_sha256"] for path in records}) == 3
+    assert [line.split("|")[1].strip() for line in result.stdout.splitlines() if "| v2 " in line][:3] == [
+        "none", "shuffled", "random"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (
+            "--input-len 20,40 --scramble none,random",
+            "--scramble='none,random': --input-len has several, too; give one",
+        ),
+        ("--input-len 20,20", "--input-len='20,20': 20 is given twice"),
+        ("--input-len 20-40", "--input-len='20-40': prompts of long text have one length; give a number"),
+        ("--input-len 500", "has text for 2 prompts of 500 tokens, not 4; use fewer prompts"),
+        ("--input-len 20 --window 10", "--window=10: goes with long text, and is at least"),
+        ("--input-len 20 --chat-template", "prompts are continued as they are; leave it out"),
+        ("--input-len 20,40 --compare-thinking", "--compare-thinking: --input-len has several values; leave one"),
+        (
+            "--input-len 20,40 --model a,b",
+            "--input-len='20,40': takes one value with several models (a, b)",
+        ),
+        ("--dataset gsm8k --input-len 20", "--input-len=20: goes with --dataset random, gsp, repository:FOLDER"),
+        ("--dataset documents:nowhere --input-len 20", "nowhere is no folder; name one with text files"),
+    ],
+)
+def test_refusals(sweep, options, reason):
+    result = sweep(options)
+    assert result.exit_code == 2, result.output
+    assert reason in result.stderr
+
+
+def test_advise_takes_one_length(run):
+    result = run("advise", "--input-len", "4,6", "--output-len", 5)
+    assert result.exit_code == 2
+    assert "--input-len='4,6': sweep alone takes several values; give one" in result.stderr
+
+
+def test_least_prompts(run, tmp_path):
+    words = "--configs v2 --concurrency 1 --repeats 1 --least-prompts 7"
+    assert run("sweep", *words.split(), *TINY_SWEEP, "--output", tmp_path / "out").exit_code == 0
+    record = json.loads((tmp_path / "out/v2/c1/r1/record.json").read_text())
+    assert record["workload"]["prompts"] == 7

@@ -1,0 +1,223 @@
+"""Fixtures of all tests, and settings of what they import."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
+from functools import cache, partial
+from typing import Any
+
+import crossed
+import lossless
+import pytest
+import torch
+import typer.testing
+from fake_ray import FakeRay
+from hypothesis import HealthCheck, settings
+from opening import opening
+from targets import Targets
+from toy import Toy, ToyBlock, ToyCheckpoint
+from typer.main import get_command
+from watched_calls import Watch, watch_with
+
+from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.models.formats.format import Format
+from specbatch.records import low_acceptance
+
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
+
+# Without a GPU, `torch.manual_seed` keeps a stack trace for each device that might come.
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+settings.register_profile(
+    "specbatch",
+    deadline=None,
+    derandomize=True,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+settings.load_profile("specbatch")
+
+# The runner makes all commands and their options again for each call, which takes longer than most of the calls.
+typer.main.get_command = typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Cases that are not run need not be made: there are some forty thousand."""
+    crossed.only_quick = lossless.only_quick = config.option.markexpr == "not slow"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Random inputs of a test without a generator of its own depend neither on the run nor on other tests."""
+    _seed(0)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    """`watch(owner, name, before=..., after=...)` watches the calls of a method or function, which run as they are.
+    Returns the list, filled as they come, of what `before(*arguments)` and `after(result, *arguments)` return."""
+    return watch_with(monkeypatch)
+
+
+@pytest.fixture
+def use_prefill(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    """`use_prefill(backend)`: engines compute the attention of prompts with it, whatever their device and settings."""
+    return lambda backend: monkeypatch.setattr(
+        "specbatch.engine.setup.prepare.prefill_backend", lambda *_, **__: backend
+    )
+
+
+@pytest.fixture
+def use_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`use_memory(size)`: engines find so many bytes available on any device."""
+    return lambda size: monkeypatch.setattr("specbatch.engine.setup.memory_plan.available_memory", lambda device: size)
+
+
+@pytest.fixture
+def stopped_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`stopped_after(count)`: a rank counts as stopped after so many beats without an answer."""
+    return lambda count: monkeypatch.setattr("specbatch.engine.ranks.rank_group.SILENT_BEATS", count)
+
+
+@pytest.fixture
+def low_acceptance_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`low_acceptance_from(count)`: after so many verifies every acceptance below 100% counts as low."""
+
+    def use(count: int) -> None:
+        monkeypatch.setattr(low_acceptance, "LOW_SHARE", 1.01)
+        monkeypatch.setattr(low_acceptance, "MIN_VERIFIES", count)
+
+    return use
+
+
+@pytest.fixture
+def stay_quantized(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`stay_quantized()`: weights stay quantized on a CPU, too, as on a GPU; `stay_quantized(False)`: nowhere."""
+    return lambda keeps=True: monkeypatch.setattr(Format, "runs_on", staticmethod(lambda device: keeps))
+
+
+@pytest.fixture(scope="session")
+def toy() -> Toy:
+    return Toy()
+
+
+@pytest.fixture(scope="session")
+def open_toy() -> Callable[..., ToyCheckpoint]:
+    """In place of `specbatch.weights.open_checkpoint`."""
+
+    def opened(model: str, load_format: str = "auto", **_: Any) -> ToyCheckpoint:
+        return ToyBlock(model) if model.startswith("toy-block") else ToyCheckpoint(model)
+
+    return opened
+
+
+@pytest.fixture(scope="session")
+def toy_engine(open_toy: Callable[..., ToyCheckpoint]) -> Callable[..., Any]:
+    """`toy_engine(**settings of EngineConfig)` builds an Engine over the toy model, whatever weights are installed."""
+    from specbatch.engine.engine import Engine
+
+    def build(
+        log: Callable[[str], None] | None = None, report: Callable[[int, int], None] | None = None, **config: Any
+    ) -> Engine:
+        config = {"model": "toy", "device": "cpu", "max_running": 8, "max_model_len": 120, "page_size": 4} | config
+        config = {"load_format": "dummy"} | config  # of no matter to the toy; heads of drafters are then random
+        with opening(open_toy):
+            return Engine(EngineConfig(**config), log=log, report=report)
+
+    return build
+
+
+@pytest.fixture
+def graph_engine(toy_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Engines with whole decode graphs and piecewise prefill graphs."""
+    from stand_ins import fake_graphs
+
+    fake_graphs(monkeypatch)
+    return partial(toy_engine, graphs=Graphs(decode="whole", prefill="piecewise"), prefill_chunk=48)
+
+
+@pytest.fixture(scope="session")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
+    return Targets(tmp_path_factory.mktemp("heads"))
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes most of the time of a report."""
+    monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])
+
+
+@pytest.fixture
+def known_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run on a CPU does not measure it, which takes most of its time."""
+    monkeypatch.setattr("specbatch.sweeps.run.estimate.cpu_speeds", lambda: (1e10, 1e11))
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps end without the report, most of which is plots."""
+    monkeypatch.setattr("specbatch.cli.sweep.write_reports", lambda folder: [])
+
+
+@pytest.fixture
+def use_checkpoints() -> Generator[Callable[[Callable[..., Any]], None]]:
+    """`use_checkpoints(opened)`: the rest of the test is within `opening(opened)`."""
+    with ExitStack() as stack:
+        yield lambda opened: stack.enter_context(opening(opened))
+
+
+@pytest.fixture
+def use_tokenizer(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    """`use_tokenizer(tokenizer)`: every model, also that of a server, has it."""
+    return lambda tokenizer: monkeypatch.setattr("specbatch.weights.open_tokenizer", lambda name, log=None: tokenizer)
+
+
+@pytest.fixture
+def use_packages(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, object]], None]:
+    """`use_packages({name: module})`: imports find these modules; None: as if it were not installed."""
+
+    def use(found: Mapping[str, object]) -> None:
+        for name, module in found.items():
+            monkeypatch.setitem(sys.modules, name, module)  # type: ignore[arg-type]
+
+    return use
+
+
+@pytest.fixture
+def fake_ray(use_packages: Callable[[Mapping[str, object]], None]) -> FakeRay:
+    """What `import ray` finds."""
+    found = FakeRay()
+    use_packages({"ray": found})
+    return found
+
+
+@pytest.fixture
+def use_hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """`use_hub(load)`: `load(path, name, ...)` is asked for the data sets of the hub."""
+    return lambda load: monkeypatch.setattr("datasets.load_dataset", load)
+
+
+@pytest.fixture
+def no_hub(use_hub: Callable[[Callable[..., Any]], None]) -> None:
+    """Any attempt to reach the hub or its cache fails the test."""
+    use_hub(lambda *_, **__: pytest.fail("the hub is asked"))
+
+
+@pytest.fixture
+def use_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """`use_gpus(count)`: torch sees this many CUDA devices."""
+
+    def use(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+
+    return use
+
+
+@pytest.fixture
+def short_renderings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat templates have a small part of the usual time, so that what ignores the limit is seen soon."""
+    monkeypatch.setattr("specbatch.text.chat_template.CPU_SECONDS", 0.3)

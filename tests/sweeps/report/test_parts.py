@@ -1,0 +1,101 @@
+"""One table of sweeps that differ in one thing: what it is follows from their plans; changes are prompt by prompt."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_runs import make_record, metrics_of
+
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
+from specbatch.records.run_record import RunRecord
+from specbatch.records.sweep_plan import PLAN, Point
+from specbatch.sweeps.report.parts import load_parts, write_parts
+
+PROMPTS = 12
+
+
+def record(name: str, repeat: int, speed: float, accept: Callable[[int], int], place: int) -> RunRecord:
+    """A point whose prompts have 10 verifies each, which emitted `accept(index)` tokens."""
+    drafts = name != "baseline"
+    rows = [metrics_of(emitted=accept(index) if drafts else 10) for index in range(PROMPTS)]
+    speculation = Speculation("ngram", "v2") if drafts else Speculation()
+    made = make_record(
+        rows, configuration=name, concurrency=2, repeat=repeat, config=EngineConfig(speculation=speculation),
+        created=f"2030-01-01T00:00:{10 * repeat + (place if repeat % 2 else -place):02d}+00:00",
+        input_len=8, ignore_eos=False, seed=0, output_sha256="same",
+    )  # fmt: skip
+    made.workload["place"] = place
+    made.metrics["output_throughput"] = speed
+    return made
+
+
+def part(folder: Path, speeds: list[float], accept: Callable[[int], int], model: str = "toy", **work: Any) -> None:
+    """A sweep of a baseline at 10 tok/s, and of ngram at one speed per repeat."""
+    plan = {
+        "configurations": {"baseline": {"model": model}, "ngram": {"model": model}}, "concurrency": [2],
+        "repeats": len(speeds), "workload": {"input_len": 8, "thinking": None, "scramble": "none"} | work,
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / PLAN).write_text(json.dumps(plan))
+    for repeat, speed in enumerate(speeds, start=1):
+        for place, (name, own) in enumerate((("baseline", 10.0), ("ngram", speed))):
+            to = Point(name, place, 2, repeat).folder(folder)
+            to.mkdir(parents=True)
+            record(name, repeat, own, accept, place).save(to)
+
+
+def lengths(folder: Path) -> None:
+    """Acceptance falls with the context, by 2 and 3 of 10 tokens in turn, and the speed with it."""
+    part(folder / "a", [20, 20.2, 19.9], lambda index: 20 + index, input_len=512)
+    part(folder / "b", [15, 15.2, 14.9], lambda index: 18 + index - index % 2, input_len=1024)
+    part(folder / "c", [9, 9.1, 8.9], lambda index: 10 + index, input_len=16384)
+
+
+def test_axis_follows_from_the_plans_and_labels_are_sorted_by_value(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    found = load_parts(tmp_path)
+    assert found is not None
+    assert (found.axis, [*found.folders]) == ("input_len", ["512", "1024", "16384"])
+    for place, model in enumerate(("run/step-50", "run/step-0", "run/step-200")):
+        part(tmp_path / f"models/{place}", [20], lambda index: 20, model)
+    found = load_parts(tmp_path / "models")
+    assert found is not None
+    assert (found.axis, [*found.folders]) == ("model", ["step-0", "step-50", "step-200"])
+    for kind in ("shuffled", "none", "random"):
+        part(tmp_path / f"kinds/{kind}", [20], lambda index: 20, scramble=kind)
+    assert [*load_parts(tmp_path / "kinds").folders] == ["none", "shuffled", "random"]  # type: ignore[union-attr]
+    part(tmp_path / "alone/x", [20], lambda index: 20)
+    assert load_parts(tmp_path / "alone") is None
+    assert write_parts(tmp_path / "alone") == ("", [])
+
+
+def test_table_has_changes_what_could_be_shown_and_where_speculation_pays(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    text, rows = write_parts(tmp_path)
+    assert (tmp_path / "summary.md").read_text() == text
+    changes = list(csv.DictReader((tmp_path / "acceptance.csv").read_text().splitlines()))
+    assert [row["input_len"] for row in changes] == ["512", "1024", "16384"]
+    assert float(changes[0]["accept_length"]) == pytest.approx(2.55)
+    assert changes[0]["change"] == ""
+    assert float(changes[1]["change"]) == pytest.approx(-0.25)
+    low, high = (float(changes[1][f"change_{end}"]) for end in ("low", "high"))
+    assert low < -0.25 < high < -0.2, "pairs: prompts differ by far more"
+    assert float(changes[1]["change_detectable"]) < 0.06
+    assert (float(changes[2]["change"]), float(changes[2]["change_detectable"])) == (pytest.approx(-1), 0)
+    assert "| ngram    | 2                    | pays 512-1024, loses 16384 |" in text
+    least = [row["ratio_detectable"] for row in rows if row["configuration"] == "ngram"]
+    assert all(0 < value < 0.06 for value in least)
+    svg = (tmp_path / "plots/context.svg").read_text()
+    assert all(f">{label}<" in svg for label in ("512", "1k", "16k", "accept length", "speedup at 2 requests"))
+
+
+def test_unfinished_part_is_named(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    next((tmp_path / "c").glob("ngram/c2/r3/record.json")).unlink()
+    assert "* UNFINISHED: input tokens 16384\n" in write_parts(tmp_path)[0]

@@ -1,0 +1,35 @@
+"""The script that fine-tunes a target writes checkpoints of it that load like the original."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from letters import letters_engine, write_letters
+from safetensors.torch import load_file
+
+from specbatch.core.request import SamplingParams
+
+SCRIPT = Path(__file__).parents[2] / "docs/grids/fine_tune.py"
+
+
+@pytest.mark.slow  # imports transformers
+def test_checkpoints_move_away_from_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = write_letters(tmp_path / "model"), tmp_path / "out"
+    words = ["--steps", "0,2,20", "--lr", "3e-3", "--batch", "2", "--device", "cpu", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(model), *words])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2, 20]
+    assert 0 == lines[0]["moved"] < lines[1]["moved"] < lines[2]["moved"]
+    assert lines[2]["loss"] < lines[1]["loss"]
+    first, last = (load_file(out / f"step-{step}/model.safetensors") for step in (0, 20))
+    assert {name: weight.tolist() for name, weight in first.items()} == {
+        name: weight.tolist() for name, weight in load_file(model / "model.safetensors").items()
+    }
+    assert first.keys() == last.keys()
+    with letters_engine(out / "step-20") as engine:
+        assert engine.generate(["Question: 1 + 1?"], SamplingParams(max_new_tokens=4))[0].token_ids
