@@ -74,12 +74,14 @@ def report(
     from specbatch.sweeps.bench.tables import write_tables
     from specbatch.sweeps.report.parts import RECORDS, write_parts
     from specbatch.sweeps.report.pivots import FILES, Pivot, write_pivots
-    from specbatch.sweeps.report.report import write_report
+    from specbatch.sweeps.report.report import refuse_no_output, write_report
 
-    asked = [Pivot.parse(text) for text in pivot or ()]
+    asked = list(dict.fromkeys(map(Pivot.parse, pivot or ())))
     if records is not None:
         pack(folder, records)
     if asked and _has_several(folder):
+        if folder.is_file():
+            refuse_no_output(output)
         files = write_pivots(folder, output or folder, asked)
         text = "\n".join([files[0].read_text(encoding="utf-8"), *map(str, files)])
         named = {"report": str(files[0]), "files": list(map(str, files))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -203,6 +204,7 @@ def sweep(
     settings = options.described(
         engines if server is None else [server.model],
         shortened=is_shortened,
+        varies="" if axis is None else axis[0],
     )
     if axis is not None and not compare_thinking:
         settings += f"; one after the other: {axis[0].replace('_', '-')} {', '.join(parts)}"
@@ -216,12 +218,15 @@ def sweep(
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return
-    among = f"{axis[0].replace('_', '-')}-*" if axis else "*" if len(by_model(engines)) > 1 else ""
-    resumes = "*" if output is not None and _continues(output, among) else None
+    models = by_model(engines)
+    inside = list(models) if len(models) > 1 else []
+    if axis is not None:
+        inside = [path.name for path in folders_of(Path(), axis[0], tuple(parts)).values()]
+    resumes = "*" if output is not None and _continues(output, inside) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
         options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
-        models, statuses = by_model(engines), list[int]()
+        statuses = list[int]()
         if axis is not None:
             with progress("sweep", "requests") as report:
                 summary, rows = run_parts(
@@ -270,13 +275,13 @@ def sweep(
         raise typer.Exit(1)
 
 
-def _continues(folder: Path, among: str) -> bool:
-    """Whether a folder holds sweeps of this command and no others. among: their names in it; "": it is one itself."""
+def _continues(output: Path, inside: Collection[str]) -> bool:
+    """Whether `output` holds points of such a sweep: in some of these folders, or itself if there are none. Of a sweep
+    of another kind its summary would be overwritten."""
     from specbatch.records.sweep_plan import PLAN
 
-    begun = [path.parent for path in (folder / PLAN, *folder.glob(f"*/{PLAN}")) if path.exists()]
-    ours = {*folder.glob(among)} if among else {folder}
-    return bool(begun) and ours.issuperset(begun)
+    is_one, begun = (output / PLAN).exists(), {path.parent.name for path in output.glob(f"*/{PLAN}")}
+    return not is_one and not begun.isdisjoint(inside) if inside else is_one
 
 
 def _summary(folder: Path, *, wide: bool) -> tuple[str, list[dict[str, Any]]]:

@@ -1,13 +1,14 @@
 """Grammars that are no finite automaton, matched on the host by llguidance: which tokens may follow the answer so far,
 and each of its drafts; and which tokens are forced.
 
-A matcher advances by the tokens that its request has emitted. For drafts it also goes through these and back.
+A matcher advances by the tokens that its request has emitted. For drafts it also goes through these and back. Where
+llguidance cannot go on after a draft, which may be rejected, the matcher starts anew after the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
@@ -53,7 +54,7 @@ class HostGrammar:
         self._texts = texts
 
     def matcher(self) -> HostMatcher:
-        return HostMatcher(self._matcher.deep_copy(), -(-self._vocabulary // _WORD), self._texts)
+        return HostMatcher(self._matcher, -(-self._vocabulary // _WORD), self._texts)
 
 
 class HostMatcher:
@@ -65,20 +66,31 @@ class HostMatcher:
     """
 
     def __init__(self, matcher: LLMatcher, words: int, texts: Mapping[int, bytes]) -> None:
-        """texts: see `HostGrammar`."""
-        self.inner = matcher
+        """matcher: before any token, which is copied; texts: see `HostGrammar`."""
+        self.inner = matcher.deep_copy()
         self.words = words
+        self._start = matcher
         self._texts = texts
         self.error = ""
-        self._followed = 0
+        self._has_dead_ends = False  # whether nothing may follow some draft of the last masks
+        self._followed: list[int] = []
 
     def follow(self, output: Sequence[int]) -> None:
         """Go on to the end of the tokens of an answer, which begin with those of the last call."""
-        new = list(output[self._followed :])
+        new = list(output[len(self._followed) :])
         if new and not self.error:
             self.inner.consume_tokens(new)
-            self._followed += len(new)
-            self._note_error()
+            self._followed += new
+            self.error = _error_of(self.inner)
+
+    def until_dead_end(self, tokens: list[int]) -> list[int]:
+        """Of the tokens that a step has emitted, those up to one that nothing may follow: the next one, if any, was
+        chosen without a mask. There is an error then."""
+        for count in range(1, len(tokens) if self._has_dead_ends else 0):
+            self.error = self._mask_anew(tokens[:count], np.empty(self.words, np.int32))
+            if self.error:
+                return tokens[:count]
+        return tokens
 
     def replace(self, drafts: Sequence[int], drafted: int) -> list[int]:
         """Of drafts after the answer, of which the first `drafted` count, keep those before the first that may not
@@ -90,7 +102,10 @@ class HostMatcher:
         while len(found) < len(drafts) and (forced := self._forced()) is not None:
             self.inner.consume_token(forced)
             found.append(forced)
-        self.inner.rollback(len(found))
+        if self.inner.is_error():
+            self.inner = self._anew()
+        else:
+            self.inner.rollback(len(found))
         return found
 
     def _forced(self) -> int | None:
@@ -118,18 +133,48 @@ class HostMatcher:
 
         walk(0)
 
-    def check(self, rows: np.ndarray) -> None:
-        """Note an error of masks int32 [N, words], and let all tokens follow then: what they lead to is not used."""
-        self._note_error()
-        if not self.error and not rows.any(1).all():
-            self.error = _NONE
+    def check(self, rows: np.ndarray, path: Callable[[int], Sequence[int] | None]) -> None:
+        """Note an error of masks int32 [N, words], and let all tokens follow then: what they lead to is not used. An
+        error after drafts is none of the answer, so the masks are computed again. path: the drafts before a row, None
+        if there is none."""
+        self._has_dead_ends = False
+        if not self.error and (self.inner.is_error() or not rows.any(1).all()):
+            for row, words in enumerate(rows):
+                drafts = path(row)
+                if drafts is None or not (reason := self._mask_anew(drafts, words)):
+                    continue
+                if drafts:
+                    self._has_dead_ends = True
+                else:
+                    self.error = reason
+            self.inner = self._anew()
         if self.error:
             rows.fill(-1)
 
-    def _note_error(self) -> None:
-        if not self.error and self.inner.is_error():
-            reason = self.inner.get_error().partition("\n")[0].strip()
-            self.error = _NONE if reason.startswith("NoExtension") else reason
+    def _mask_anew(self, drafts: Sequence[int], words: np.ndarray) -> str:
+        """Write the mask after drafts. Returns why nothing may follow them, if so: all tokens do then, and after drafts
+        that may not be there."""
+        inner = self._anew()
+        taken = inner.try_consume_tokens(list(drafts))
+        reason = _error_of(inner)
+        if taken == len(drafts) and not reason:
+            inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            reason = _error_of(inner) or ("" if words.any() else _NONE)
+        if reason or taken < len(drafts):
+            words.fill(-1)
+        return reason
+
+    def _anew(self) -> LLMatcher:
+        found = self._start.deep_copy()
+        found.try_consume_tokens(self._followed)
+        return found
+
+
+def _error_of(matcher: LLMatcher) -> str:
+    if not matcher.is_error():
+        return ""
+    reason = matcher.get_error().partition("\n")[0].strip()
+    return _NONE if reason.startswith("NoExtension") else reason
 
 
 def masks(
@@ -151,9 +196,17 @@ def masks(
     else:
         for index in live:
             matchers[index].fill_tree(found[index], drafts[index], parents[index])
-    for matcher, rows in zip(matchers, found, strict=True):
-        matcher.check(rows)
+    for index, (matcher, rows) in enumerate(zip(matchers, found, strict=True)):
+        above = range(len(drafts[index])) if parents is None else parents[index]
+        matcher.check(rows, partial(_path, drafts[index], above))
     return found
+
+
+def _path(drafts: Sequence[int], parents: Sequence[int], row: int) -> list[int] | None:
+    """The drafts up to the one of a row; None if it has none."""
+    if row > len(drafts):
+        return None
+    return [*(_path(drafts, parents, parents[row - 1]) or ()), drafts[row - 1]] if row else []
 
 
 def masks_after(matchers: Sequence[HostMatcher], paths: Sequence[Sequence[Sequence[int]]]) -> np.ndarray:
@@ -176,8 +229,8 @@ def masks_after(matchers: Sequence[HostMatcher], paths: Sequence[Sequence[Sequen
         for one, steps in zip(matchers, taken, strict=True):
             if steps:
                 one.inner.rollback(steps)
-    for matcher, rows in zip(matchers, found, strict=True):
-        matcher.check(rows)
+    for matcher, rows, own in zip(matchers, found, paths, strict=True):
+        matcher.check(rows, own.__getitem__)
     return found
 
 

@@ -142,6 +142,8 @@ class _Columns:
             listed = f"has columns {', '.join(names)}, but not {', '.join(self._columns)}"
             raise refuse(self._setting, str(self._source), f"{listed}; name one (generate --column NAME)")
         read = [name for name in names if name in (*self._columns, *self._beside)]
+        if twice := [name for name in read if read.count(name) > 1]:
+            raise refuse(self._setting, str(self._source), f"has more than one column {twice[0]}; keep one")
         self._unread[:] = [name for name in names if name not in read]
         return read
 

@@ -162,16 +162,15 @@ class UnreadKeys:
     def add(self, row: Prompt) -> None:
         if row.unread == self._last or len(self._noted) > _MOST_UNREAD:
             return
-        self._last = row.unread
+        self._last, most = row.unread, _MOST_UNREAD - len(self._noted)
         new = sorted(set(row.unread) - self._noted)
         self._noted.update(new)
         where = f"note: {location(self._source, row.line)}:"
         if misplaced := [name for name in new if name in MISPLACED]:
             listed, works = ", ".join(misplaced), f'parameters of a row go into "{SAMPLING}"'
             self._log(f"{where} {listed} beside the prompt has no effect; {works}")
-        if others := [name for name in new if name not in MISPLACED]:
-            shown = ", ".join(map(_with_guess, others[:_MOST_UNREAD])) + ", ..." * (len(others) > _MOST_UNREAD)
-            self._log(f"{where} keys that are not read: {shown}")
+        if others := [name for name in new if name not in MISPLACED][: max(most, 0)]:
+            self._log(f"{where} keys that are not read: {', '.join(map(_with_guess, others))}")
         if len(self._noted) > _MOST_UNREAD:
             self._log(f"{where} further keys that are not read are not listed")
 
@@ -179,7 +178,9 @@ class UnreadKeys:
 def _with_guess(name: str) -> str:
     """A key that is not read, and the one that may have been meant."""
     near = get_close_matches(name, (*FORMS, SAMPLING, *MISPLACED), n=1, cutoff=_SIMILAR)
-    return shown_json(name).strip('"') + (f" (did you mean {near[0]}?)" if near and near[0] != name else "")
+    shown = shown_json(name)
+    plain = name if name and shown == f'"{name}"' and "," not in name else shown
+    return plain + (f" (did you mean {near[0]}?)" if near and near[0] != name else "")
 
 
 def unsampled_note(source: str | Path, line: int, names: Iterable[str]) -> str:

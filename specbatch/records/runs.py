@@ -145,7 +145,7 @@ def load_run(setting: str, path: Path, read_rows: ReadRows) -> Run:
     points: dict[PointKey, Replicates] = {}
     for folder, record in read_records(setting, path, read_rows):
         point = points.setdefault(_key(record), Replicates([], []))
-        if point.records and (different := conflicts(_settings(point.records[0]), _settings(record))):
+        if point.records and (different := conflicts_of(point.records[0], record)):
             others = f"{point.paths[0]} and {folder} ({'; '.join(different)})"
             raise refuse(setting, str(path), f"holds runs of different settings, such as {others}; name one of them")
         point.paths.append(folder)
@@ -269,8 +269,9 @@ def _order(record: RunRecord) -> tuple[Any, ...]:
     return key.section, size, work.get("place", 0), work.get("repeat", 0)
 
 
-def _settings(record: RunRecord) -> dict[str, Any]:
-    return flatten(record.config) | _identity(record)
+def conflicts_of(one: RunRecord, other: RunRecord) -> list[str]:
+    """In which settings and in what of their workloads two records differ; nothing of repeats of one point."""
+    return conflicts(*(flatten(record.config) | _identity(record) for record in (one, other)))
 
 
 def _identity(record: RunRecord) -> dict[str, Any]:

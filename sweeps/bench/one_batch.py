@@ -7,7 +7,8 @@
 Of section onebatch, whose prompts all arrive at once: prefill ends with the first token of the last one, decode is the
 median time between the tokens of a request (of a configuration that drafts, a step emits several), and the total counts
 tokens of prompts and answers. Prompts of more than prefill_chunk tokens together take several passes, between which
-others decode; theirs count in the latency of the prefill. SGLang's runs one pass, without a scheduler.
+others decode; theirs count in the latency of the prefill, and the first line says how many. SGLang's runs one pass,
+without a scheduler.
 
 Of the other sections: prefill is the median time to first token of a request that runs alone (section ttft), and decode
 the mean step of a full batch (section decode).
@@ -58,12 +59,15 @@ def _lines(section: str, records: list[RunRecord]) -> Iterator[tuple[str, str]]:
 
 
 def _batch(size: int, length: int, repeats: list[RunRecord]) -> Iterator[str]:
-    """The lines of a batch that was measured."""
-    output = repeats[0].workload["output_len"]
+    """The lines of a batch that was measured; without one for decoding if answers have a single token."""
+    output, chunk = repeats[0].workload["output_len"], repeats[0].caps.get("prefill_chunk")
     prefill, decode, total = (metric.over_repeats(repeats) for metric in (_PREFILL, _DECODE, _TOTAL))
-    if prefill is None or decode is None or total is None:
+    if prefill is None or total is None:
         return
-    yield f"Batch size: {size}, input: {length}, output: {output}"
+    passes = -(-size * length // (chunk * repeats[0].config.get("data_parallel", 1))) if chunk else 1
+    several = f", {passes} or more passes of at most {chunk} tokens" if passes > 1 else ""
+    yield f"Batch size: {size}, input: {length}, output: {output}{several}"
     yield f"Prefill. latency: {prefill:6.5f} s, throughput: {size * length / prefill:9.2f} token/s"
-    yield f"Decode.  median latency: {decode:6.5f} s, median throughput: {size / decode:9.2f} token/s"
+    if decode is not None:
+        yield f"Decode.  median latency: {decode:6.5f} s, median throughput: {size / decode:9.2f} token/s"
     yield f"Total. latency: {total:6.3f} s, throughput: {size * (length + output) / total:9.2f} token/s"

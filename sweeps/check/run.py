@@ -26,7 +26,7 @@ from specbatch.sweeps.check.referee import Referee, RefereePlan, plan_referee
 from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.verdict import Places
 from specbatch.sweeps.run.loading import check_draft, load_engine
-from specbatch.sweeps.workload.workloads import sha256_of
+from specbatch.sweeps.workload.description import sha256_of
 
 Log = Callable[[str], None]
 # Of the prompts, one in so many runs without log-probabilities, as most requests of users do: greedy steps then need

@@ -36,7 +36,7 @@ from specbatch.sweeps.check.run import Progress, refuse_simulated
 from specbatch.sweeps.check.verdict import ALPHA, POWER
 from specbatch.sweeps.report.heading import heading, run_on
 from specbatch.sweeps.run.loading import load_engine
-from specbatch.sweeps.workload.workloads import sha256_of
+from specbatch.sweeps.workload.description import sha256_of
 
 # Requests of one batch share its kernels, so the first runs without filters, the others together.
 SAMPLING: tuple[dict[str, float], ...] = (

@@ -32,7 +32,7 @@ from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.run import Log, Progress, both, find_divergence, judged_by
 from specbatch.sweeps.check.server_report import Condition, ServerReport
 from specbatch.sweeps.run.loading import load_engine
-from specbatch.sweeps.workload.workloads import sha256_of
+from specbatch.sweeps.workload.description import sha256_of
 
 if TYPE_CHECKING:
     from specbatch.records.run_record import RunRecord

@@ -41,7 +41,7 @@ from specbatch.sweeps.check.sampled import (
 )
 from specbatch.sweeps.check.server import ANSWERS, Requests, prompts_of, shown_by
 from specbatch.sweeps.report.heading import heading, run_on
-from specbatch.sweeps.workload.workloads import sha256_of
+from specbatch.sweeps.workload.description import sha256_of
 
 TOKENS = 4  # per request
 # Without weights: distributions that the most likely tokens at temperature 1 determine.

@@ -18,6 +18,7 @@ import psutil
 import typer
 
 from specbatch import Engine, EngineConfig, SamplingParams
+from specbatch.errors import refuse
 from specbatch.jobs.batch_job import BatchJob
 from specbatch.sweeps.microbench.runner import Row, Table
 from specbatch.sweeps.report.plot_style import BLUE, VERMILLION, panels, style, svg
@@ -53,10 +54,12 @@ def tables(
     new_tokens: Annotated[int, typer.Option(min=1)] = 4,
     out: Annotated[Path | None, typer.Option(help="Write OUT.csv and OUT.svg.")] = None,
 ) -> Iterator[Table]:
+    if out is not None and not out.absolute().parent.is_dir():
+        raise refuse("out", str(out), "there is no such folder; create it, or name a file in another")
     samples = measure(prompts, max_running, new_tokens)
+    yield Table([_row(prompts, samples)])
     if out is not None:
         _write(out, samples)
-    yield Table([_row(prompts, samples)])
 
 
 def measure(prompts: int, max_running: int, new_tokens: int) -> list[Sample]:

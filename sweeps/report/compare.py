@@ -223,22 +223,11 @@ def _pair(
     notes = [
         f"ANSWERS ONLY: {run.path} ({run.other_engine}): lm-eval's files have no times and no accept lengths"
         for run in others
-    ]
-    notes += [
-        f"ONLY IN {path}: {place}"
-        for path, places in ((old.path, pairs.only_before), (new.path, pairs.only_after))
-        for place in places
-    ]
-    notes += [
-        f"UNFINISHED: {run.path} {place}: its sweep was interrupted and lacks {count} of its repeats"
-        for run in (old, new)
-        for place, count in run.missing.items()
-    ]
+    ] + missing_notes(old, new, pairs)
     rows: list[Row] = []
     for place, points in pairs.both.items():
         for path, point in zip((old.path, new.path), points, strict=True):
             where = f"{path} {place}".rstrip()
-            notes += _failures(point, where)
             notes += [] if point.error or point.records[0].other_engine else list(_notes(point, where))
         notes += _same_tokens(*points)
         if not any(point.error for point in points):
@@ -249,6 +238,24 @@ def _pair(
             if not others:
                 rows += _numbers(label, place, *points)
     return rows, notes, _settings(pairs)
+
+
+def missing_notes(old: Run, new: Run, pairs: Pairs) -> list[str]:
+    """Notes on points and repeats that a comparison lacks: of one run only, interrupted, failed."""
+    notes = [
+        f"ONLY IN {path}: {place}"
+        for path, places in ((old.path, pairs.only_before), (new.path, pairs.only_after))
+        for place in places
+    ]
+    notes += [
+        f"UNFINISHED: {run.path} {place}: its sweep was interrupted and lacks {count} of its repeats"
+        for run in (old, new)
+        for place, count in run.missing.items()
+    ]
+    for place, points in pairs.both.items():
+        for path, point in zip((old.path, new.path), points, strict=True):
+            notes += _failures(point, f"{path} {place}".rstrip())
+    return notes
 
 
 def _settings(pairs: Pairs) -> dict[str, list[str]]:

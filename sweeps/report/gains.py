@@ -16,6 +16,7 @@ from specbatch.records.metrics import METRICS
 from specbatch.records.run_totals import least_values
 from specbatch.records.runs import PointKey, Replicates, load_run, match
 from specbatch.records.verdicts import LOSES, NOT_JUDGED, speedup_of
+from specbatch.sweeps.report.compare import missing_notes
 from specbatch.sweeps.report.heading import made_up
 
 SHOWN = ("output_throughput", "p99_ttft_s", "mean_tpot_s")
@@ -24,34 +25,44 @@ FILES = ("gains.md", "gains.csv")
 
 @dataclass(frozen=True)
 class Gain:
-    """One metric at one point, in the unit of records. samples: of a percentile, those of the side with fewer; None:
-    enough. verdict: that of `compare`."""
+    """One metric at one point, in the unit of records. old, new: None where it was not measured. samples: of a
+    percentile, those of the side with fewer; None: enough. verdict: that of `compare`."""
 
     section: str
     configuration: str
     concurrency: int | str
     metric: str
-    old: float
-    new: float
+    old: float | None
+    new: float | None
     samples: int | None
     verdict: str
 
     @property
-    def delta(self) -> float:
-        return self.new - self.old
+    def delta(self) -> float | None:
+        return None if self.old is None or self.new is None else self.new - self.old
 
     @property
-    def gain(self) -> float:
-        """The change as a share of what it was before."""
-        return self.delta / self.old
+    def gain(self) -> float | None:
+        """The change as a share of what it was before; None where that was 0."""
+        return self.delta / self.old if self.delta is not None and self.old else None
 
     @property
     def is_regression(self) -> bool:
-        return self.delta < 0 if METRICS[self.metric].better == "higher" else self.delta > 0
+        delta = self.delta or 0.0
+        return delta < 0 if METRICS[self.metric].better == "higher" else delta > 0
+
+    @property
+    def delta_text(self) -> str:
+        metric = METRICS[self.metric]
+        return "-" if self.delta is None else f"{metric.scale * self.delta:+.{metric.decimals}f}"
+
+    @property
+    def share_text(self) -> str:
+        return "-" if self.gain is None else f"{self.gain:+.1%}"
 
     @property
     def gain_text(self) -> str:
-        text = f"{self.gain:+.1%}"
+        text = self.share_text
         if not self.is_regression:
             return text
         return f"{text} (regression)" if self.verdict == LOSES else f"{text} (regression, {self.verdict})"
@@ -63,12 +74,14 @@ class Gain:
 
 @dataclass(frozen=True)
 class Gains:
-    """Gains of `after` over `before`, by their labels. unreal: what was not real in them."""
+    """Gains of `after` over `before`, by their labels. unreal: what was not real in them. missing: notes on points that
+    are not in the table."""
 
     before: str
     after: str
     unreal: str
     rows: list[Gain]
+    missing: list[str]
 
     def markdown(self) -> str:
         title = f"### Gain of {self.after} over {self.before}{f' ({self.unreal})' if self.unreal else ''}"
@@ -78,10 +91,9 @@ class Gains:
         for row in self.rows:
             metric = METRICS[row.metric]
             values = [metric.text(row.old), metric.text(row.new)]
-            delta = f"{metric.scale * row.delta:+.{metric.decimals}f}"
             place = [*(getattr(row, name) for name in named), str(row.concurrency)]
             shown = [""] * len(place) if place == last else place
-            body.append([*shown, metric.heading, *values, delta, row.gain_text])
+            body.append([*shown, metric.heading, *values, row.delta_text, row.gain_text])
             last = place
         headings = [*named, "concurrency", "metric", "before", "after", "delta", "gain"]
         lines = [f"* before: {self.before}", f"* after: {self.after}", *self._notes()]
@@ -89,13 +101,14 @@ class Gains:
 
     def _notes(self) -> Iterator[str]:
         worse = [row for row in self.rows if row.is_regression]
-        named = ", ".join(f"{METRICS[row.metric].title} at {row.where} ({row.gain:+.1%})" for row in worse)
+        named = ", ".join(f"{METRICS[row.metric].title} at {row.where} ({row.share_text})" for row in worse)
         yield f"* regressions: {named or 'none'}"
         for row in self.rows:
             if row.samples is not None:
                 metric = METRICS[row.metric]
                 needed = least_values(metric.percentile or 50)
                 yield f"* FEW SAMPLES: {metric.title} at {row.where} is of {row.samples}; it needs {needed}"
+        yield from (f"* {note}" for note in self.missing)
 
 
 @dataclass(frozen=True)
@@ -127,20 +140,22 @@ def gains_of(paths: Mapping[str, Path]) -> AllGains:
     before = load_run("base", base, read_output)
     found = []
     for name, path in others:
-        pairs = match(before, load_run("run", path, read_output))
+        run = load_run("run", path, read_output)
+        pairs = match(before, run)
         rows = [row for place, both in pairs.both.items() for row in _rows(place, *both)]
         records = [record for both in pairs.both.values() for point in both for record in point.records]
-        found.append(Gains(label, name, made_up(records), rows))
+        found.append(Gains(label, name, made_up(records), rows, missing_notes(before, run, pairs)))
     return AllGains(found)
 
 
 def _rows(place: PointKey, before: Replicates, after: Replicates) -> Iterator[Gain]:
+    if before.error or after.error:
+        return
     for key in SHOWN:
         metric, samples = METRICS[key], None
         old, new = (metric.over_repeats(point.records) for point in (before, after))
         if metric.percentile is not None and None in (old, new):
             (old, count), (new, other) = (metric.of_all(point.records) for point in (before, after))
             samples = min(count, other)
-        if old and new is not None:
-            speedup = None if samples is not None else speedup_of(metric, before, after)
-            yield Gain(*place, key, old, new, samples, speedup.verdict if speedup else NOT_JUDGED)
+        speedup = None if samples is not None else speedup_of(metric, before, after)
+        yield Gain(*place, key, old, new, samples, speedup.verdict if speedup else NOT_JUDGED)

@@ -99,8 +99,7 @@ def write_report(
     if folder.is_file():
         if not folder.name.endswith(SUFFIX):
             raise refuse("folder", str(folder), f"is a file; name the folder of a sweep, or its records ({SUFFIX})")
-        if output is None:
-            raise refuse("output", "", "an archive is only read: name a folder for the report")
+        refuse_no_output(output)
     evaluated = is_evaluated(folder)
     target = output or (folder / "report" if evaluated else folder)
     with unpacked("folder", folder) as place:
@@ -111,7 +110,7 @@ def write_report(
     tables = pivots(folder, asked) if asked else []
     files = _files(records, missing, command_of(folder, output), left_out, scores, tables)
     if asked:
-        files = {**dict(zip(PIVOTS, (pivot_markdown(tables, asked), pivot_csv(tables)), strict=True)), **files}
+        files = {**dict(zip(PIVOTS, (pivot_markdown(folder, tables, asked), pivot_csv(tables)), strict=True)), **files}
     there = [name for name in files if (target / name).exists()]
     if there and PAGE not in there and not target.samefile(folder):
         works = f"has {', '.join(there)}, which no report has written; name another folder"
@@ -122,6 +121,12 @@ def write_report(
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, content)
     return [target / name for name in files]
+
+
+def refuse_no_output(output: Path | None) -> None:
+    """Refuse the default folder of a report of an archive."""
+    if output is None:
+        raise refuse("output", "", "an archive is only read: name a folder for the report")
 
 
 def command_of(folder: Path, output: Path | None) -> str:

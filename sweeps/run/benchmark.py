@@ -25,9 +25,10 @@ from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected, wi
 from specbatch.sweeps.run.runner import Measured, save_measured
 from specbatch.sweeps.run.sanity_checks import add_digests, retokenized, warnings, whole_text
 from specbatch.sweeps.workload.defaults import LONG_RUN
+from specbatch.sweeps.workload.description import describe, sha256_of
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.rounds import Rounds
-from specbatch.sweeps.workload.workloads import Workload, sha256_of
+from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -76,17 +77,19 @@ class SweepOptions(Rounds):
         longer = {name: replace(config, max_model_len=config.max_model_len or length) for name, config in own.items()}
         return {name: longer.get(name, config) for name, config in configs.items()}
 
-    def described(self, configurations: Iterable[str], *, shortened: bool) -> str:
-        """The settings that a sweep runs with; `shortened`: defaults for a CPU are among them."""
+    def described(self, configurations: Iterable[str], *, shortened: bool, varies: str = "") -> str:
+        """The settings that a sweep runs with; `shortened`: defaults for a CPU are among them. varies: the field of the
+        workload that has several values."""
         workload = self.workload
-        lengths = lines_of(workload.describe([]))["workload"]
+        lengths = lines_of(describe(workload, []))["workload"]
         count = workload.prompts_per_concurrency
         prompts = f"{counted(count, 'prompt')} per concurrent request (at least {workload.least_prompts})"
         if workload.is_grouped:
             prompts = f"{workload.groups * workload.group_prompts} prompts"
         elif workload.num_prompts is not None:
             prompts = counted(workload.num_prompts, "prompt")
-        rate = "" if workload.request_rate == math.inf else f", {workload.request_rate:g} requests/s"
+        is_one = workload.request_rate < math.inf and varies != "request_rate"
+        rate = "" if not is_one else f", {workload.request_rate:g} requests/s"
         most = "no cap on the requests in flight" if workload.uncapped else None
         most = most or f"concurrency {', '.join(map(str, self.concurrency))}"
         least = "" if self.until_precise is None else "at least "
@@ -231,7 +234,7 @@ class BenchmarkPrompts:
         about: dict[str, Any] = {"until_precise": options.until_precise, "section": options.section or None}
         about |= {"sources": self.sources[: options.workload.count(concurrency)] or None}
         known = {name: value for name, value in about.items() if value is not None}
-        return options.workload.describe(self._of(concurrency)[0]) | known
+        return describe(options.workload, self._of(concurrency)[0]) | known
 
     @property
     def _workload(self) -> Workload:

@@ -37,8 +37,8 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
 
     A step takes as long as reading all weights, or as multiplying them with a row of each request if that is longer,
     at the speeds that the device has now; prompt tokens are multiplied, too. Each step gives a request one token, and
-    answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. Refused:
-    engines that do not fit.
+    answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. A
+    point takes at least as long as its prompts take to arrive. Refused: engines that do not fit.
     """
     if len(engines_of(configs)) < len(configs):
         options.workload.refuse_unsent()
@@ -58,16 +58,16 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
         count = repeats[point.configuration, point.concurrency]
         prompts = options.workload.requests(point.concurrency)
         tokens = sum(wanted.max_new_tokens for wanted in options.workload.params(prompts))
-        steps = -(-prompts // point.concurrency) * tokens / prompts
         config, seconds = configs[point.configuration], None
         replicas = config.data_parallel if isinstance(config, EngineConfig) else 1
         read, rate = (speed / (replicas if first.device.type == "cpu" else 1) for speed in speeds)  # shared by all
         if (plan := plans.get(point.configuration)) is not None:
             multiply = plan.weights / (rate * first.dtype.itemsize / 2)  # seconds for one row
-            running = -(-point.concurrency // replicas)
+            running = min(-(-point.concurrency // replicas), plan.max_running)
+            steps = -(-prompts // (running * replicas)) * tokens / prompts
             seconds = steps * max((plan.weights + plan.draft_weights) / read, running * multiply)
             seconds += prompts * options.workload.mean_input * multiply / replicas
-            seconds *= count
+            seconds = count * max(seconds, *(options.workload.arrivals(prompts) or [0.0])[-1:])
             total += seconds
         about = None if seconds is None else time_text(seconds)
         rows.append((point.configuration, point.concurrency, count, prompts, tokens, about))

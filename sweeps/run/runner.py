@@ -126,7 +126,7 @@ def run_points(
     if not left:
         return
     if report is not None and workload.section:
-        begin_phase(report, f"bench {workload.section}")  # the remaining time is that of the section
+        begin_phase(report, workload.section)  # the remaining time is that of the section
     waves, failed = Waves(report, marginal=marginal_of(configs)), loaded.failed
 
     def run(engines: Engines, ours: list[Point]) -> None:

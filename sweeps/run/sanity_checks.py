@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specbatch.core.request import Completion, SamplingParams
-from specbatch.sweeps.workload.workloads import Workload, sha256_of
+from specbatch.sweeps.workload.description import sha256_of
+from specbatch.sweeps.workload.workloads import Workload
 from specbatch.text.thinking import CLOSE, OPEN
 
 if TYPE_CHECKING:

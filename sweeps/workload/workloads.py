@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import random
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -16,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.config.settings import setting
 from specbatch.config.values import burst_of, length, lengths, one_or_several, rates
 from specbatch.core.request import SamplingParams
-from specbatch.core.sampling_params import SAMPLED, refuse_unsampled, sampling_of
+from specbatch.core.sampling_params import SAMPLED, refuse_unsampled
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.long_text import LongText, Window
 from specbatch.jobs.prompts import Prompt, UnreadKeys, params_of
@@ -26,8 +23,8 @@ from specbatch.sweeps.workload.datasets import LM_EVAL, TaskReader, of_categorie
 from specbatch.sweeps.workload.defaults import INPUT_LEN, LEAST_PROMPTS
 from specbatch.sweeps.workload.lengths import Length, bounds, check_length, shown
 from specbatch.sweeps.workload.rounds import LOAD
-from specbatch.sweeps.workload.row_sampling import check_rows, described, refuse_named
-from specbatch.sweeps.workload.sharegpt import SHAREGPT, read_sharegpt, with_lengths
+from specbatch.sweeps.workload.row_sampling import check_rows, refuse_named
+from specbatch.sweeps.workload.sharegpt import LEAST_TOKENS, SHAREGPT, read_sharegpt, with_lengths
 from specbatch.sweeps.workload.token_ids import SCRAMBLES, draw_length, grouped_ids, random_ids, scrambled
 
 if TYPE_CHECKING:
@@ -207,11 +204,10 @@ class Workload:
         if self.burst:  # 0: all
             at_least("burst", self.burst, 1)
         if self.burst == 0 and self.request_rate < math.inf:
-            raise refuse(
-                "request_rate", self.request_rate, "all prompts arrive at once; leave it out, or use burst='all'"
-            )
+            works = "all prompts arrive at once; leave it out, or give a number as burst"
+            raise refuse("request_rate", self.request_rate, works)
         if self.burst > 1 and self.request_rate == math.inf:
-            raise refuse("burst", self.burst, "give request_rate, too, or use all")
+            raise refuse("burst", self.burst, "goes with a finite request_rate; give one, or use all")
         if self.sequential and self.is_open:
             raise refuse("request_rate", self.request_rate, "sequential requests do not arrive by a clock")
         of_data = self.dataset in ("gsm8k", SHAREGPT) or self.dataset.startswith(LM_EVAL)
@@ -365,9 +361,10 @@ class Workload:
 
     def requests(self, concurrency: int) -> int:
         """Requests of a point: a prompt has one for each of its turns."""
-        return self._requests(self.count(concurrency))
+        return self.requests_of(self.count(concurrency))
 
-    def _requests(self, count: int) -> int:
+    def requests_of(self, count: int) -> int:
+        """Requests of the first `count` prompts."""
         return count + sum(len(self.rows[index % len(self.rows)].later) for index in range(count if self.rows else 0))
 
     def arrivals(self, count: int) -> list[float] | None:
@@ -389,8 +386,8 @@ class Workload:
         how = {"chat_template": self.chat_template is not False, "thinking": self.thinking}
         rows = tuple(with_lengths(self.rows, tokenizer, count, longest, **how))
         if not rows:
-            works = f"has no conversation of at most {longest} tokens; use a larger max_model_len"
-            raise refuse("data", str(self.data), works)
+            works = f"of {LEAST_TOKENS} tokens or more each, that fit into max_model_len={longest} together"
+            raise refuse("data", str(self.data), f"has no conversation with a prompt and an answer {works}")
         found = copy(self)
         object.__setattr__(found, "rows", rows)
         return found
@@ -422,49 +419,6 @@ class Workload:
         rows = [row.value if row.form == "messages" and self.chat_template is not False else None for row in self.rows]
         return [rows[index % len(rows)] for index in range(count)] if rows else [None] * count
 
-    def describe(self, prompts: list[list[int]]) -> dict[str, Any]:
-        """Describe a point's prompts for its record. output_len is the maximum, input_len is None if prompts differ;
-        input_range and output_range hold the smallest and the largest of random lengths, and of those that rows set.
-        Without prompts: all rows."""
-        inputs, outputs = self.input_range, bounds(self.output_len)
-        params = self.params(len(prompts) or len(self.rows) or 1)
-        own = [row.sampling for row in self.rows if row.sampling]
-        if own:
-            lengths = [one.max_new_tokens for one in params]
-            outputs = min(lengths), max(lengths)
-        return {
-            "dataset": self.dataset,
-            "data": str(self.data) if self.data else None,
-            "input_len": inputs[0] if inputs and inputs[0] == inputs[1] else None,
-            "input_range": list(inputs) if inputs and inputs[0] < inputs[1] else None,
-            "output_len": outputs[1] if own or not self.has_own_lengths else None,
-            "output_range": list(outputs) if outputs[0] < outputs[1] else None,
-            "ignore_eos": self.ignores_eos,
-            "stop": list(self.stop),
-            "chat_template": self.chat_template,
-            "rendered": self.is_rendered,
-            "thinking": self.thinking,
-            "prompts": len(prompts),
-            "distinct_prompts": len({tuple(prompt) for prompt in prompts}),
-            "category": self.category,
-            **({"scramble": self.scramble} if self.scramble != SCRAMBLES[0] else {}),
-            **({"files_sha256": self.files_sha256, "window": self.window or self.input_len} if self.long_text else {}),
-            **({"replay": True} if self.replay else {}),
-            **({"turns": self.most_turns, "requests": self._requests(len(prompts))} if self.most_turns > 1 else {}),
-            "sampling": next((sampling_of(one) for one in params if one.temperature), None),
-            **({"own_sampling": described(own, len(self.rows))} if own else {}),
-            "seed": self.seed,
-            "shared": {name: getattr(self, name) for name in ("groups", "group_prompts", "shared_len")}
-            if self.is_grouped
-            else None,
-            "request_rate": self.request_rate if self.request_rate < math.inf else None,
-            "burst": 0 if self.is_at_once else self.burst,
-            **({"uncapped": True} if self.uncapped else {}),
-            "sequential": self.sequential,
-            "prompts_sha256": sha256_of(prompts),
-            **({"slo": self.slo.as_dict()} if self.slo else {}),
-        }
-
     def _of_turns(self, rows: list[Prompt]) -> list[Prompt]:
         """The rows with as many turns as are asked."""
         if self.turns is not None:
@@ -478,7 +432,3 @@ class Workload:
                 raise refuse("burst", "all", works)
             raise refuse("request_rate", self.request_rate, works)
         return rows
-
-
-def sha256_of(tokens: Sequence[list[int] | str]) -> str:
-    return hashlib.sha256(json.dumps(tokens, separators=(",", ":")).encode()).hexdigest()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from typer.testing import Result
 
+from specbatch.progress.bars import time_text
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.serving import block, serving_rows
+from specbatch.sweeps.workload.workloads import Workload
 
 TOY = "--model toy --load-format dummy --device cpu --configs baseline,v2 --repeats 1 --out out"
 
@@ -52,12 +56,46 @@ def test_a_rate_with_a_concurrency_is_capped(run: Callable[..., Result]) -> None
     assert (work["request_rate"], work["prompts"]) == (200, 4)
 
 
+def test_a_dry_run_plans_every_rate(run: Callable[..., Result]) -> None:
+    command = "sweep --request-rate 0.01,inf --num-prompts 5 --input-len 8 --output-len 4"
+    result = run(f"{command} --dry-run")
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines() if "|" in line]
+    rows = [line for line in lines if line[0] in ("baseline", "v2")]
+    assert [row[:4] for row in rows] == 2 * [["baseline", "5", "1", "5"], ["v2", "5", "1", "5"]]
+    assert re.findall(r"^request_rate (.*):$", result.stdout, re.MULTILINE) == ["0.01", "inf"]
+    last = Workload(request_rate=0.01).arrivals(5)
+    assert last is not None
+    assert (rows[0][-1], rows[2][-1]) == (time_text(last[-1]), "0 s")
+    assert "; 5 prompts; no cap" in result.stderr  # not the first rate
+    assert "; one after the other: request-rate 0.01, inf\n" in result.stderr
+
+
+def test_a_dry_run_leaves_out_what_is_finished(run: Callable[..., Result]) -> None:
+    command = "sweep --num-prompts 4 --input-len 8 --output-len 4 --request-rate"
+    run(f"{command} 200,inf")
+    assert re.findall(r"(\d) points, about", run(f"{command} 200,300,inf --dry-run").stdout) == ["0", "2", "0"]
+
+
+def test_sweeps_of_one_and_of_several_rates_do_not_share_a_folder(run: Callable[..., Result]) -> None:
+    command = "sweep --num-prompts 4 --input-len 8 --output-len 4 --request-rate"
+    run(f"{command} 200,inf")
+    before = Path("out/summary.md").read_text()
+    assert "not empty" in run(f"{command} 200", exit_code=2).stderr
+    assert Path("out/summary.md").read_text() == before
+    shutil.rmtree("out")
+    run(f"{command} 200")
+    assert "not empty" in run(f"{command} 200,inf", exit_code=2).stderr
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ("--request-rate 1,x", "use requests per second above 0, or inf, separated by commas"),
         ("--request-rate 1,-5", "use requests per second above 0"),
         ("--request-rate 1,1.0", "1 is given twice"),
+        ("--request-rate 1,inf --burst all", "--request-rate=1.0: all prompts arrive at once; leave it out"),
+        ("--request-rate 1,inf --burst 2", "--burst=2: goes with a finite --request-rate"),
+        ("--request-rate 1,inf --burst 2 --dry-run", "--burst=2: goes with a finite --request-rate"),
         (
             "--request-rate 5 --prompts-per-concurrency 2",
             "there is no concurrency without --concurrency; use --num-prompts",

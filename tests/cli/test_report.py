@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 
+from swept import saved, swept
+
+from specbatch.records.archive import pack
+
 from .conftest import TINY_SWEEP
 
 
@@ -22,3 +26,17 @@ def test_a_sweep_and_its_report(run, tmp_path):
     found = json.loads(line)
     assert found["report"] == str(tmp_path / "new/report.html")
     assert set(found["files"]) == {str(path) for path in (tmp_path / "new").rglob("*") if path.is_file()}
+
+
+def test_pivots_of_an_archive_of_several_sweeps(run, tmp_path):
+    for rate in (1.0, 5.0):
+        folder = saved(tmp_path / f"out/request-rate-{rate:g}", swept("v2", request_rate=rate))
+        plan = {"configurations": {"v2": {}}, "concurrency": [4], "repeats": 1}
+        (folder / "sweep.json").write_text(json.dumps(plan))
+    pack(tmp_path / "out", tmp_path / "records.tar.xz")
+    command = ("report", tmp_path / "records.tar.xz", "--pivot", "request_rate,configuration,accept-length")
+    result = run(*command)
+    assert (result.exit_code, "an archive is only read: name a folder" in result.stderr) == (2, True)
+    result = run(*command, *command[2:], "--output", tmp_path / "new")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "new/pivots.md").read_text().count("###") == 1

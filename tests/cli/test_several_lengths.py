@@ -103,13 +103,9 @@ def test_refusals(sweep, options, reason):
     assert reason in result.stderr
 
 
-def test_other_sweeps_are_not_mixed(sweep, run, tmp_path):
+def test_lengths_are_added(sweep, tmp_path):
     short = "--concurrency 1 --repeats 1"
     assert sweep(f"{short} --input-len 20,40").exit_code == 0
-    for options in ("--input-len 20 --scramble none,random", "--input-len 20"):
-        result = sweep(f"{short} {options}")
-        assert result.exit_code == 2, result.output
-        assert "this folder is not empty; name a new one" in result.stderr
     more = sweep(f"{short} --input-len 20,30 --window 40 --max-model-len 45")
     assert "2 of 2 points are finished" in more.stderr
     assert [line.split(",")[0] for line in (tmp_path / "out/summary.csv").read_text().splitlines()[1:]] == [

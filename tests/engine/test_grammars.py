@@ -143,6 +143,24 @@ def test_a_matcher_that_cannot_go_on_ends_its_request_alone(
     assert {good.finish_reason, other.finish_reason} <= {"stop", "length"}
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "eagle-tree"])
+def test_drafts_that_nothing_may_follow_end_no_answer(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str
+) -> None:
+    """No token has an e, so T to Z are dead ends: an answer that gets there is an error, as without drafts."""
+    match_on_host(monkeypatch)
+    params = SamplingParams(max_new_tokens=12, regex="(?:[@-S]|[T-Z]e|ab){3,9}", logit_bias={2: -2.0})
+    prompts = targets.prompts("llama")
+
+    def answers(drafter: str) -> list[tuple[Any, ...]]:
+        done = targets.engine("llama", drafter, dtype="float32").generate(prompts, params)
+        return [(item.token_ids, item.finish_reason, item.error) for item in done]
+
+    found = answers(drafter)
+    assert found == answers("none")
+    assert {reason for _, reason, _ in found} > {"error"}
+
+
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("drafter", ["model", "eagle-tree"])
 def test_ranks_carry_grammars(targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str, on_host: bool) -> None:

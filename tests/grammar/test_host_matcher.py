@@ -158,6 +158,41 @@ def test_grammars_that_no_token_matches(expression: str) -> None:
     assert matcher.error == "no token of this vocabulary may follow"
 
 
+DEAD_END = "b|cx|ab*"  # nothing follows c: no token has an x
+
+
+def test_a_draft_that_nothing_may_follow_is_no_error() -> None:
+    """In chains, trees, while drafting, and after what is looked up; the other masks are those of the answer."""
+    matcher = grammar(DEAD_END).matcher()
+    root, after_a = [0, 1, 2, 4], [1, 6, 9]
+    for _ in range(2):
+        [chain] = masks([matcher], [[2, 0]], None)
+        assert (chain[1:] == -1).all()
+        [tree] = masks([matcher], [[2, 0]], [[0, 0]])
+        assert (tree[1] == -1).all()
+        [nodes] = masks_after([matcher], [[[2], [0]]])
+        assert (nodes[0] == -1).all()
+        assert tokens_of(nodes[1]) == tokens_of(tree[2]) == after_a
+        assert tokens_of(chain[0]) == tokens_of(tree[0]) == root
+        assert matcher.replace([2, 0, 0], 1) == [2]
+        assert not matcher.error
+    matcher.follow([0])
+    [[row]] = masks([matcher], [[]], None)
+    assert tokens_of(row) == after_a
+
+
+def test_an_answer_ends_where_nothing_may_follow() -> None:
+    """Its drafts led there, and the token after them was chosen without a mask."""
+    matcher = grammar(DEAD_END).matcher()
+    masks([matcher], [[2]], None)
+    assert matcher.until_dead_end([0]) == [0]
+    assert matcher.until_dead_end([0, 1]) == [0, 1]
+    assert not matcher.error
+    assert matcher.replace([0, 1], 2) == [0, 1]
+    assert matcher.until_dead_end([2, 9]) == [2]
+    assert matcher.error == "no token of this vocabulary may follow"
+
+
 def test_all_texts_of_few_tokens() -> None:
     for answer in itertools.product((0, 1, 2, 3, 4), repeat=3):
         if allowed(list(answer)):

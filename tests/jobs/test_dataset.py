@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import datasets
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from specbatch.errors import SpecbatchError
@@ -56,6 +58,23 @@ def test_rows_are_read_unconverted(tmp_path, name, capfd):
         read_rows("input", source, "a", ("prompt",))
     with pytest.raises(SpecbatchError, match="has columns prompt, id, other, but not text; name one"):
         read_rows("input", source, None, ("text",), ("id",))
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
+def test_a_prompt_in_two_columns_is_refused(tmp_path, name):
+    """Only the last would be read. Others may occur twice."""
+    for names, refused in ((["prompt", "prompt", "x"], True), (["prompt", "x", "x"], False)):
+        table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=names)
+        if name == "d.parquet":
+            pyarrow.parquet.write_table(table, tmp_path / name)
+        else:
+            with pyarrow.ipc.new_file(tmp_path / name, table.schema) as file:
+                file.write_table(table)
+        if refused:
+            with pytest.raises(SpecbatchError, match=r"has more than one column prompt; keep one"):
+                read_rows("input", tmp_path / name, None, ["prompt"])
+        else:
+            assert read_rows("input", tmp_path / name, None, ["prompt"]) == [{"prompt": "a"}]
 
 
 def test_missing_cells_are_left_out(tmp_path):

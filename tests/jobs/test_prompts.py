@@ -108,6 +108,18 @@ def test_keys_that_are_not_read_are_named_once(tmp_path):
     rows = [{"prompt": "a", f"key{n}": 1, f"other{n}": 1} for n in range(1000)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert _notes(tmp_path / "in.jsonl")[-1] == ":11: further keys that are not read are not listed"
+    rows = [{"prompt": "a", **{f"{row}{n}": 1 for n in range(15)}} for row in "ab"]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert _notes(tmp_path / "in.jsonl")[1:] == [
+        ":2: keys that are not read: b0, b1, b10, b11, b12",
+        ":2: further keys that are not read are not listed",
+    ]
+
+
+def test_keys_that_are_no_names_are_quoted(tmp_path):
+    line = r'{"prompt": "a", "": 1, "\"b\"": 1, "c, d": 1, "\ud800": 1, "\n": 1, "ключ": 1}'
+    (tmp_path / "in.jsonl").write_text(line)
+    assert _notes(tmp_path / "in.jsonl") == [r':1: keys that are not read: "", "\n", "\"b\"", "c, d", ключ, "\ud800"']
 
 
 @pytest.mark.parametrize("name", ["d.csv", "d.parquet"])

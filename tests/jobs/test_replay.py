@@ -16,6 +16,7 @@ from specbatch.core.request import Completion, RequestMetrics
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.replay import read_replay
 from specbatch.sweeps.run.conversations import ask, longest
+from specbatch.sweeps.workload.description import describe
 from specbatch.sweeps.workload.workloads import Workload
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path": "a.py"}'}}
@@ -76,7 +77,7 @@ def test_every_engine_gets_the_recorded_history(write: Callable[..., Path]) -> N
     third = f"{second}[assistant]two[user]three"
     assert asked == [f"{text}[assistant]" for text in (first, "[user]one", second, third)]
     assert list(longest(workload, TOKENIZER, prompts, workload.params(2))) == [len(asked[3]) + 4, len(asked[1]) + 4]
-    described = workload.describe(prompts)
+    described = describe(workload, prompts)
     assert (described["turns"], described["requests"], described["replay"]) == (3, 4, True)
 
 

@@ -127,7 +127,7 @@ def check_drafts(case: Case, proposals: list[Proposed], done: list[Completion]) 
                 if 2 not in answer and (can_follow := allowed_tokens(answer, params)):
                     assert draft in can_follow or len(can_follow) < topk, (answer, draft)
                     checked += 1
-    assert checked > 2
+    assert checked >= 2
 
 
 def _check_match(one: Completion, params: SamplingParams) -> None:

@@ -360,20 +360,25 @@ class Runner:
         self.scheduler.receive(request, None if first else accepted)
         if not finite and self.scheduler.retry_without_shared(request):
             return 0
-        if request.matcher is not None and request.matcher.error:
-            return self._fail(request, f"llguidance cannot go on with its grammar: {request.matcher.error}")
+        if reason := _no_match(request):
+            return self._fail(request, reason)
         if not finite:
             return self._fail(
                 request,
                 f"its logits are not finite after token {len(request.tokens)}: the weights are damaged or overflow in "
                 "this dtype; try dtype='float32' or 'bfloat16'",
             )
-        kept = request.append(tokens[: accepted + 1], now, logprobs if request.params.logprobs else None)
+        tokens = tokens[: accepted + 1]
+        if request.matcher is not None:
+            tokens = request.matcher.until_dead_end(tokens)
+        kept = request.append(tokens, now, logprobs if request.params.logprobs else None)
         if not first:
             request.count_verify(kept, drafted, accepted, self._depth, of_corpus=of_corpus, has_budget=self._has_budget)
         if request.finish_reason is not None:
             self.scheduler.finish(request)
         self._on_tokens(request, tokens[:kept])
+        if request.finish_reason is None and (reason := _no_match(request)):
+            self._fail(request, reason)
         return kept
 
     def _fail(self, request: Request, reason: str) -> int:
@@ -408,3 +413,9 @@ def _left(request: Request) -> int:
     few tokens rather than too many, because catching up is paid at once."""
     left = request.params.max_new_tokens - request.generated
     return max(left if request.params.ignore_eos else min(left, max(request.generated // 2, UNKNOWN)), 4)
+
+
+def _no_match(request: Request) -> str | None:
+    """Why a request whose grammar is matched on the host cannot go on, if so."""
+    error = request.matcher.error if request.matcher is not None else ""
+    return f"llguidance cannot go on with its grammar: {error}" if error else None

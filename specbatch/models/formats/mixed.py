@@ -30,12 +30,13 @@ CLASSES = ("Linear",)  # of modules that have weights
 
 @dataclass(frozen=True)
 class MixedWeights(Format):
-    """members: the formats, with the same modules that are not quantized; targets: the modules of each."""
+    """members: the formats, with the same modules that are not quantized; targets: names of modules, patterns and
+    classes, of each its member, in the order of the config: the first pattern that fits counts."""
 
     name: ClassVar[str] = "mixed"
 
     members: tuple[Format, ...] = ()
-    targets: tuple[tuple[str, ...], ...] = ()
+    targets: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def of_targets(cls, found: Sequence[tuple[Format, Sequence[str]]]) -> Format:
@@ -43,8 +44,8 @@ class MixedWeights(Format):
         members = list(dict.fromkeys(form for form, _ in found))
         if len(members) == 1:
             return members[0]
-        targets = (tuple(name for form, names in found if form == one for name in names) for one in members)
-        return cls(members[0].plain, members[0].patterns, members=tuple(members), targets=tuple(targets))
+        targets = tuple((name, members.index(form)) for form, names in found for name in names)
+        return cls(members[0].plain, members[0].patterns, members=tuple(members), targets=targets)
 
     @classmethod
     def methods(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
@@ -74,10 +75,9 @@ class MixedWeights(Format):
     @cached_property
     def _places(self) -> tuple[dict[str, int], list[tuple[str, int]], int | None]:
         """The format by the name of a module, by pattern, and that of all others."""
-        pairs = [(target, place) for place, names in enumerate(self.targets) for target in names]
-        patterns = [pair for pair in pairs if pair[0].startswith(PATTERN) or "*" in pair[0]]
-        rest = next((place for target, place in pairs if target in CLASSES), None)
-        return dict(pairs), patterns, rest
+        patterns = [pair for pair in self.targets if pair[0].startswith(PATTERN) or "*" in pair[0]]
+        rest = next((place for target, place in self.targets if target in CLASSES), None)
+        return dict(self.targets), patterns, rest
 
     def _own(self, found: Shapes, place: int) -> Shapes:
         """Those of the tensors that belong to weights of one format."""

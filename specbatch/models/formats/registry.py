@@ -74,9 +74,14 @@ def _compressed_tensors(found: dict[str, Any]) -> Format:
         check_patterns(f"{group.where}.targets", targets)
         formats.append((_of_group(group), targets))
     mixed = MixedWeights.of_targets(formats)
-    for (_, targets), name in zip(formats, groups, strict=True):
+    described = dict[str, Format]()
+    for (form, targets), name in zip(formats, groups, strict=True):
+        where = f"config_groups.{name}.targets"
         if len(mixed.forms) > 1 and not targets:
-            raise refuse_setting(f"config_groups.{name}.targets", targets, "beside other groups it must name layers")
+            raise refuse_setting(where, targets, "beside other groups it must name layers")
+        for target in targets:
+            if described.setdefault(target, form) != form:
+                raise refuse_setting(where, target, "another group gives it another format")
     return mixed
 
 

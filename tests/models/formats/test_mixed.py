@@ -120,6 +120,34 @@ def test_a_table_with_one_format_is_that_format() -> None:
     assert config.quantization.forms == (config.quantization,)
 
 
+def _groups(**targets: list[str]) -> dict[str, Any]:
+    """A config of compressed-tensors: of groups whose names begin with that of a format, the targets."""
+    settings = {"fp8": FORMATS["channel"][0], "int4": FORMATS["pack-quantized"][0]}
+    found = {name: settings[name.partition("_")[0]] for name in targets}
+    groups = {
+        name: {"format": config.get("format"), **config["config_groups"]["group_0"], "targets": targets[name]}
+        for name, config in found.items()
+    }
+    return {"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": groups}
+
+
+def test_the_first_pattern_of_the_config_counts() -> None:
+    """Also where a later group has the format of an earlier one."""
+    groups = _groups(int4_attention=["re:.*self_attn"], fp8=["re:.*down_proj"], int4_rest=["re:.*"])
+    config = ModelConfig.from_dict(LLAMA | {"quantization_config": groups})
+    assert config.quantization is not None
+    of = {
+        name: config.quantization.of(f"model.layers.0.{name}.weight").name for name in ("mlp.down_proj", "mlp.up_proj")
+    }
+    assert of == {"mlp.down_proj": "FP8", "mlp.up_proj": "INT4"}
+
+
+def test_a_target_with_two_formats_is_refused() -> None:
+    groups = _groups(int4=["Linear"], fp8=["re:.*down_proj", "Linear"])
+    with pytest.raises(SpecbatchError, match=r"groups\.fp8\.targets='Linear': another group gives it another format"):
+        ModelConfig.from_dict(LLAMA | {"quantization_config": groups})
+
+
 def test_random_weights_have_the_formats_of_the_table(tmp_path: Path) -> None:
     quantization, _ = modelopt("llama", LAYOUTS["attention apart"])
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": quantization}))

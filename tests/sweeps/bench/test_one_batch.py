@@ -36,6 +36,7 @@ def test_lines_of_a_static_batch():
     """Those of bench_one_batch 0.5.23, with its numbers of Nemotron-Nano-9B-v2 at batch 32, input 256, output 32."""
     made = swept("v2", 32, section="onebatch-32", input_len=256, output_len=32)
     made.config["load_format"] = "dummy"
+    made.caps = made.caps | {"prefill_chunk": 8192}
     made.requests = []
     made.metrics |= {"max_ttft_s": 0.43751, "median_itl_s": 0.01206, "duration_s": 0.812}
     assert one_batch({"onebatch-32": [made]}) == (
@@ -46,5 +47,10 @@ def test_lines_of_a_static_batch():
         "Total. latency:  0.812 s, throughput:  11349.75 token/s\n"
         "```\n"
     )
-    made.metrics["median_itl_s"] = None
+    made.caps["prefill_chunk"] = 4000
+    assert "output: 32, 3 or more passes of at most 4000 tokens\nPrefill." in one_batch({"onebatch-32": [made]})
+    made.metrics["median_itl_s"] = None  # answers of one token
+    assert "Decode" not in (text := one_batch({"onebatch-32": [made]}))
+    assert "Prefill." in text
+    made.metrics["max_ttft_s"] = None
     assert one_batch({"onebatch-32": [made]}) == ""

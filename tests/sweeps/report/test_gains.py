@@ -66,3 +66,27 @@ def test_a_shown_loss_is_a_regression_without_a_remark(tmp_path: Path) -> None:
         )
     text = gains(both / "v1", both / "v2").markdown()
     assert cells(text)[0][-1] == "-33.3% (regression)"
+
+
+def test_numbers_that_are_zero_or_missing(tmp_path: Path) -> None:
+    before, after = run(tmp_path / "a", 0.0), run(tmp_path / "b", 0.01)
+    assert cells(gains(before, after).markdown())[2][2:] == ["0.00", "10.00", "+10.00", "- (regression, not judged)"]
+    assert cells(gains(after, before).markdown())[2][2:] == ["10.00", "0.00", "-10.00", "-100.0%"]
+    assert cells(gains(before, before).markdown())[2][2:] == ["0.00", "0.00", "+0.00", "-"]
+    rows = [metrics_of(tpot_s=None) for _ in range(12)]
+    found = gains(after, saved(tmp_path / "c", make_record(rows)))
+    assert cells(found.markdown())[2][2:] == ["10.00", "-", "-", "-"]
+    assert list(csv.DictReader(found.csv().splitlines()))[2]["gain"] == ""
+
+
+def test_points_that_are_not_in_the_table_are_named(tmp_path: Path) -> None:
+    rows = [metrics_of() for _ in range(12)]
+    before = saved(tmp_path / "a", *(make_record(rows, concurrency=size) for size in (1, 4, 8)))
+    after = saved(
+        tmp_path / "b", make_record(rows), make_record(rows, concurrency=8, error="no memory"),
+        make_record(rows, concurrency=16),
+    )  # fmt: skip
+    text = gains(before, after).markdown()
+    assert {row[0] for row in cells(text)} == {"4", ""}
+    assert f"* ONLY IN {before}: concurrency 1\n* ONLY IN {after}: concurrency 16\n" in text
+    assert f"* FAILED: {after} concurrency 8: no memory\n" in text

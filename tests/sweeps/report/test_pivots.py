@@ -4,6 +4,7 @@ again from what they say."""
 from __future__ import annotations
 
 import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -88,6 +89,52 @@ def test_accuracy_of_an_evaluation(tmp_path: Path) -> None:
     accuracy, strict = pivots(saved(tmp_path, report.record), asked)
     assert (accuracy.title, accuracy.cells) == ("accuracy (match, loose)", [["1", "0.750"]])
     assert (strict.title, strict.cells) == ("strict", [["1", "0.250"]])
+    saved(tmp_path / "other", swept("v2", 3))
+    titles = [table.title for table in pivots(tmp_path, asked)]
+    assert len(titles) == 4
+    assert {table.cells[0][1] for table in pivots(tmp_path, asked)} == {"0.750", "0.250", "-"}
+
+
+def test_sweeps_of_other_prompts_have_tables_of_their_own(tmp_path: Path) -> None:
+    for length in (8, 16):
+        saved(tmp_path / str(length), swept("v2", input_len=length, section=f"ttft-{length}"))
+    first, second = pivots(tmp_path, [Pivot.parse("configuration,concurrency,output-throughput")])
+    assert (first.title, second.title) == ("input len 8: output tok/s", "input len 16: output tok/s")
+    (table,) = pivots(tmp_path, [Pivot.parse("input_len,configuration,output_throughput")])
+    assert [row[0] for row in table.cells] == ["8", "16"]
+
+
+def test_sections_of_a_bench_have_tables_of_their_own(tmp_path: Path) -> None:
+    for section in ("closed", "decode"):
+        saved(tmp_path / section, swept("v2", section=section))
+    tables = pivots(tmp_path, [Pivot.parse("configuration,concurrency,output_throughput")])
+    assert [table.title for table in tables] == ["closed: output tok/s", "decode: output tok/s"]
+
+
+def test_a_cell_has_repeats_of_one_point_only(tmp_path: Path) -> None:
+    for size in (16, 32):
+        record = swept("v2")
+        record.config["page_size"] = size
+        saved(tmp_path / str(size), record)
+    with pytest.raises(SpecbatchError, match="runs of one cell differ in page_size 16 and 32: use it as rows"):
+        pivots(tmp_path, [Pivot.parse("configuration,concurrency,accept_length")])
+    (table,) = pivots(tmp_path, [Pivot.parse("page_size,concurrency,accept_length")])
+    assert [row[0] for row in table.cells] == ["16", "32"]
+
+
+def test_nothing_is_left_out(tmp_path: Path) -> None:
+    """A setting that some records do not have, one that is a list or a switch, points that failed or were not run."""
+    for name, layers in (("baseline", None), ("v1", [1, 2]), ("v2", True)):
+        record = swept(name, 4, error="no memory" if name == "v2" else None)
+        record.config["aux_layers"] = layers
+        record.metrics["output_throughput"] = 7.0
+        saved(tmp_path / "out", record)
+    plan = {"configurations": {name: {} for name in ("baseline", "v1", "v2")}, "concurrency": [4, 8], "repeats": 1}
+    (tmp_path / "out/sweep.json").write_text(json.dumps(plan))
+    text, _ = made(tmp_path, [Pivot.parse("aux_layers,configuration,output_throughput")])
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert lines[2:] == [["-", "7.0", "-", "-"], ["[1, 2]", "-", "7.0", "-"], ["True", "-", "-", "FAILED"]]
+    assert "* UNFINISHED: 3 points of out not measured" in text
 
 
 @pytest.mark.parametrize(

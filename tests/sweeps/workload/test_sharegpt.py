@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from specbatch.errors import SpecbatchError
+from specbatch.sweeps.workload.description import describe
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.sharegpt import SHAREGPT
 from specbatch.sweeps.workload.workloads import Workload
@@ -69,9 +70,9 @@ def test_prompts_can_be_messages(tmp_path: Path) -> None:
 
 def test_description(tmp_path: Path) -> None:
     work = workload(tmp_path, talk("ask", "answer"), talk("and", "be answered"))
-    assert "exactly as long as the answers of its rows" in lines_of(work.describe([]))["workload"]
+    assert "exactly as long as the answers of its rows" in lines_of(describe(work, []))["workload"]
     fitted = work.for_engines(LETTERS, 2, 99)
-    described = fitted.describe(fitted.prompts(LETTERS, 2))
+    described = describe(fitted, fitted.prompts(LETTERS, 2))
     assert (described["output_range"], described["output_len"], described["ignore_eos"]) == ([6, 11], 11, True)
 
 
@@ -101,5 +102,5 @@ def test_files_of_another_form_are_refused(tmp_path: Path, content: str, message
 def test_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecbatchError, match="dataset='sharegpt': name its file with data="):
         Workload(dataset=SHAREGPT)
-    with pytest.raises(SpecbatchError, match="has no conversation of at most 3 tokens"):
+    with pytest.raises(SpecbatchError, match="of 2 tokens or more each, that fit into max_model_len=3 together"):
         workload(tmp_path, talk("ask", "answer")).for_engines(LETTERS, 1, 3)

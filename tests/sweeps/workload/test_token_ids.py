@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from specbatch.errors import SpecbatchError
+from specbatch.sweeps.workload.description import describe
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.token_ids import scrambled
 from specbatch.sweeps.workload.workloads import Workload
@@ -39,7 +40,7 @@ def test_workload_scrambles_text_alone(tmp_path: Path) -> None:
     workload = Workload(str(tmp_path / "q.jsonl"), scramble="shuffled", output_len=3)
     (prompt,) = workload.prompts(TOKENIZER, 1)  # type: ignore[arg-type]
     assert sorted(prompt) == [1, 2, 3, 4, 5, 6, 7, 8] != prompt
-    assert "token ids shuffled" in lines_of(workload.describe([prompt]))["workload"]
+    assert "token ids shuffled" in lines_of(describe(workload, [prompt]))["workload"]
     with pytest.raises(SpecbatchError, match="scramble='shuffled': random prompts are random already"):
         Workload(scramble="shuffled")
     with pytest.raises(SpecbatchError, match="scramble='some': use one of none, shuffled, random"):

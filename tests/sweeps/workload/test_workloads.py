@@ -16,8 +16,9 @@ from specbatch.evals.prompts import task_prompts
 from specbatch.jobs.prompts import read_prompts
 from specbatch.sweeps.run.benchmark import SweepOptions
 from specbatch.sweeps.run.conversations import Call, label
+from specbatch.sweeps.workload.description import describe, sha256_of
 from specbatch.sweeps.workload.heading import lines_of
-from specbatch.sweeps.workload.workloads import Workload, sha256_of
+from specbatch.sweeps.workload.workloads import Workload
 
 TOKENIZER = types.SimpleNamespace(
     vocab_size=50, eos_ids=frozenset({3, 4}), bos_id=5, encode=lambda text, add_special_tokens=True: list(text.encode())
@@ -53,14 +54,14 @@ def test_questions_of_a_file_repeat(tmp_path):
     prompts = workload.prompts(TOKENIZER, 3)
     assert bytes(prompts[0]).decode() == "Question: a\nAnswer:"
     assert prompts[2] == prompts[0]
-    assert workload.describe(prompts)["distinct_prompts"] == 2
+    assert describe(workload, prompts)["distinct_prompts"] == 2
     assert not workload.params(1)[0].ignore_eos
     assert Workload(output_len=5).params(1)[0].ignore_eos
 
 
 def test_different_prompts_have_different_hashes():
     workload = Workload()
-    hashes = {workload.describe(prompts)["prompts_sha256"] for prompts in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])}
+    hashes = {describe(workload, prompts)["prompts_sha256"] for prompts in ([[1, 2], [3]], [[1], [2, 3]], [[1, 2, 3]])}
     assert len(hashes) == 3
 
 
@@ -108,10 +109,10 @@ def test_range_samples_lengths_and_fixed_lengths_keep_their_prompts():
     assert workload.params(7) == params[:7]
     assert Workload(input_len=(5, 40), seed=4).prompts(TOKENIZER, 7) != prompts[:7]
     assert workload.max_model_len == 49
-    described = workload.describe(prompts)
+    described = describe(workload, prompts)
     assert (described["input_len"], described["input_range"], described["output_range"]) == (None, [5, 40], [2, 9])
     assert lines_of(described)["workload"] == "random, 5 to 40 input tokens each, output exactly 2 to 9, greedy, seed 3"
-    exact = Workload(input_len=6, output_len=4).describe([[1]])
+    exact = describe(Workload(input_len=6, output_len=4), [[1]])
     assert (exact["input_len"], exact["input_range"], exact["output_len"], exact["output_range"]) == (6, None, 4, None)
     assert sha256_of(Workload(input_len=9).prompts(TOKENIZER, 2)) == (
         "e66d96a0fd1b674b1646bbe7e63444b5b818c3bd32feb6254636227c9708c321"
@@ -140,7 +141,7 @@ def test_groups_have_system_prompts_of_random_lengths():
         ({"shared_len": 9}, "shared_len=9: goes with dataset='gsp'"),
         ({"input_len": (9, 3)}, "input_len='9-3': the smaller number comes first; use 3-9"),
         ({"output_len": (0, 3)}, "output_len=0: use a whole number of at least 1"),
-        ({"burst": 4}, "burst=4: give request_rate"),
+        ({"burst": 4}, "burst=4: goes with a finite request_rate"),
         ({"burst": -1}, "burst=-1: use a whole number"),
         ({"burst": 0, "request_rate": 5.0}, "request_rate=5.0: all prompts arrive at once"),
         ({"chat_template": True}, "chat_template=True: random prompts are not text"),
@@ -166,8 +167,8 @@ def test_bursts_arrive_together_at_the_same_mean_rate():
 def test_burst_of_0_sends_all_prompts_at_once():
     workload = Workload(burst=0)
     assert workload.arrivals(5) == [0.0] * 5
-    assert lines_of(workload.describe([[1]]))["arrivals"].startswith("all prompts of a point at once")
-    assert "4 together" in lines_of(Workload(burst=4, request_rate=2).describe([[1]]))["arrivals"]
+    assert lines_of(describe(workload, [[1]]))["arrivals"].startswith("all prompts of a point at once")
+    assert "4 together" in lines_of(describe(Workload(burst=4, request_rate=2), [[1]]))["arrivals"]
 
 
 def written(tmp_path, *rows):
@@ -197,7 +198,7 @@ def test_texts_are_continued_or_rendered_as_messages(tmp_path):
     shown = [work.params(1)[0].skip_special_tokens for work in (Workload(), Workload(source))]
     assert shown == [True, False], "tags of a template are special tokens, too"
     assert [Workload(source, chat_template=on).is_rendered for on in (None, True, False)] == [True, True, False]
-    line = lines_of(Workload(source, thinking=True).describe([[1]]))["workload"]
+    line = lines_of(describe(Workload(source, thinking=True), [[1]]))["workload"]
     assert "text by the chat template, thinking on, output at most 128" in line
 
 
@@ -220,7 +221,7 @@ def test_turns_of_a_conversation(tmp_path):
     assert texts(workload, 1) == ["[user]Write."]
     assert (workload.rows[0].id, workload.rows[0].later, workload.rows[1].later) == (81, ("Rewrite.",), ())
     assert (workload.most_turns, workload.requests(1)) == (2, 6), "two rows twice"
-    assert "conversations of up to 2 turns" in lines_of(workload.describe([[1]]))["workload"]
+    assert "conversations of up to 2 turns" in lines_of(describe(workload, [[1]]))["workload"]
     assert Workload(source, turns=1).most_turns == 1
     assert texts(Workload(source, chat_template=False), 1) == ["<s>Write."]
     for turns in (["a", 7], "text", [""]):
@@ -289,7 +290,7 @@ def test_categories_are_asked_in_turn_or_alone(tmp_path):
     assert [request["category"] for request in requests[:3]] == ["math", "math", "coding"]
     math = Workload(path, output_len=5, category="math")
     assert [row.category for row in math.rows] == ["math"]
-    described = math.describe([[1]])
+    described = describe(math, [[1]])
     assert described["category"] == "math"
     assert lines_of(described)["workload"].startswith(f"{path} (math), text")
     for category, dataset, works in (
@@ -331,9 +332,9 @@ def test_answers_are_greedy_or_sampled_with_a_seed_of_their_own():
     seeds = {wanted.seed for workload in (one, other) for wanted in workload.params(40)}
     assert len(seeds) == 80
     assert all(0 <= seed < 2**31 for seed in seeds)
-    assert one.describe([[1]])["sampling"] == sampling
-    assert ", temperature 0.6, top-p 0.95, top-k 20, min-p 0.05, seed 1" in lines_of(one.describe([[1]]))["workload"]
-    assert greedy.describe([[1]])["sampling"] is None
+    assert describe(one, [[1]])["sampling"] == sampling
+    assert ", temperature 0.6, top-p 0.95, top-k 20, min-p 0.05, seed 1" in lines_of(describe(one, [[1]]))["workload"]
+    assert describe(greedy, [[1]])["sampling"] is None
     for name, value, works in (
         ("temperature", -1.0, "use 0"),
         ("top_p", 0.9, "greedy answers are not sampled; add a temperature"),
@@ -358,18 +359,18 @@ def test_rows_with_their_own_sampling(tmp_path):
     assert (own[1].regex, own[2].seed, own[2].stop, own[3].min_tokens) == ("yes|no", 4, ("\n",), 2)
     assert own[3].seed is not None
     assert own[3].seed == workload.params(4)[3].seed
-    found = workload.describe([[1]] * 5)
+    found = describe(workload, [[1]] * 5)
     assert (found["output_len"], found["output_range"], found["sampling"]["temperature"]) == (32, [3, 32], 0.5)
     assert found["own_sampling"]["names"] == ["max_new_tokens", "min_tokens", "regex", "seed", "stop", "temperature"]
     line = lines_of(found)["workload"]
     assert "output at most 3 to 32" in line
     assert "4 of 5 rows with their own max_new_tokens, min_tokens, regex, seed, stop, temperature" in line
     alike = Workload(written(tmp_path, *({"prompt": text, "sampling": {"max_new_tokens": 9}} for text in "ab")))
-    assert alike.describe([[1]] * 2)["output_len"] == alike.describe([])["output_len"] == 9
+    assert describe(alike, [[1]] * 2)["output_len"] == describe(alike, [])["output_len"] == 9
     rows[0]["sampling"]["max_new_tokens"] = 4
     other = Workload(written(tmp_path, *rows), output_len=32)
-    assert other.describe([[1]] * 5)["own_sampling"]["sha256"] != found["own_sampling"]["sha256"]
-    assert "own_sampling" not in Workload(written(tmp_path, {"prompt": "e"})).describe([[1]])
+    assert describe(other, [[1]] * 5)["own_sampling"]["sha256"] != found["own_sampling"]["sha256"]
+    assert "own_sampling" not in describe(Workload(written(tmp_path, {"prompt": "e"})), [[1]])
 
 
 @pytest.mark.parametrize(
