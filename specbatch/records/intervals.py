@@ -245,7 +245,8 @@ def were_interleaved(before: list[RunRecord], after: list[RunRecord]) -> bool:
 
 
 def sample(fields: tuple[str, str | None], records: list[RunRecord]) -> Sample | None:
-    """The fields of each prompt from the rows of `records`; None where rows lack them. Aborted requests are ignored."""
+    """The fields of each prompt from the rows of `records`; None where rows lack them. Aborted requests are ignored.
+    Turns of a conversation depend on each other: of two fields, a conversation is one prompt."""
     top, bottom = fields
     rows = [row for record in records for row in record.requests]
     if not rows or any(name is not None and name not in row for row in rows for name in fields):
@@ -256,6 +257,8 @@ def sample(fields: tuple[str, str | None], records: list[RunRecord]) -> Sample |
     else:
         value = lambda row: (row[top], row[bottom])  # noqa: E731
     pairs = np.array([(0.0, 0.0) if row["finish_reason"] in INCOMPLETE else value(row) for row in rows], float)
+    if bottom is not None and all("turn" in row for row in rows):
+        return _of_conversations(pairs, records)
     indices = [[row["index"] for row in record.requests] for record in records]
     known = sorted(indices[0])
     if len(set(known)) < len(known) or any(sorted(found) != known for found in indices):
@@ -263,3 +266,13 @@ def sample(fields: tuple[str, str | None], records: list[RunRecord]) -> Sample |
     order = np.argsort([index for found in indices for index in found], kind="stable")
     sums = pairs[order].reshape(len(known), len(records), 2).sum(1)
     return Sample(sums[:, 0], sums[:, 1], tuple(known))
+
+
+def _of_conversations(pairs: np.ndarray, records: list[RunRecord]) -> Sample:
+    """Sums over the turns of each conversation of all records. pairs: [rows of all records, 2]."""
+    places = [[row["index"] % record.workload["prompts"] for row in record.requests] for record in records]
+    known, where = np.unique([place for found in places for place in found], return_inverse=True)
+    sums = np.zeros((len(known), 2))
+    np.add.at(sums, where, pairs)
+    is_whole = all(set(found) == set(known) for found in places)
+    return Sample(sums[:, 0], sums[:, 1], tuple(known.tolist()) if is_whole else None)

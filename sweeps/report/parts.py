@@ -177,7 +177,7 @@ def accept_changes(parts: Parts) -> Iterator[PartAcceptance]:
         for label, own in found.items():
             repeats = own[concurrency]
             change = accept_change(base, repeats)
-            yield PartAcceptance(label, name, concurrency, max(len(one.requests) for one in repeats), change)
+            yield PartAcceptance(label, name, concurrency, max(one.workload["prompts"] for one in repeats), change)
             base = base or repeats
 
 

@@ -23,6 +23,7 @@ from specbatch.records.intervals import (
     were_interleaved,
 )
 from specbatch.records.metrics import METRICS
+from specbatch.records.run_record import RunRecord
 from specbatch.records.runs import Replicates
 
 
@@ -249,3 +250,28 @@ def test_rows_without_their_prompt_do_not_pair():
     assert sample(("nothing", None), [record]) is None
     record.requests = []
     assert sample(("ttft_s", None), [record]) is None
+
+
+def test_turns_of_a_conversation_are_one_prompt_of_a_ratio():
+    """Three conversations of up to two turns: their requests are numbered by turn and then by conversation."""
+
+    def record(emitted: list[int]) -> RunRecord:
+        made = make_record([metrics_of(verifies=2, emitted=count) for count in emitted], prompts=3)
+        for row in made.requests:
+            row["turn"] = 1 + row["index"] // 3
+        return made
+
+    first, second = record([4, 5, 6, 7, 8]), record([1, 1, 1, 1, 1])
+    found = sample(("emitted", "verify_steps"), [first])
+    assert found is not None
+    assert (found.top.tolist(), found.bottom.tolist(), found.indices) == ([11, 13, 6], [4, 4, 2], (0, 1, 2))
+    both = sample(("emitted", "verify_steps"), [first, second])
+    assert both is not None
+    assert both.top.tolist() == [13, 15, 7]
+    of_requests = sample(("ttft_s", None), [first])
+    assert of_requests is not None
+    assert len(of_requests.top) == 5
+    second.requests = second.requests[1:2]
+    part = sample(("emitted", "verify_steps"), [first, second])
+    assert part is not None
+    assert part.indices is None
