@@ -41,6 +41,7 @@ REPEATED += (
     "dspark-budget-auto",
     "model-auto",
     "model-auto-budget-auto",
+    "model-budget-auto",
     "eagle3-corpus",
     "mtp-layers-auto",
     "dspark-block-auto",
