@@ -114,9 +114,7 @@ def tokens(engine: Engine) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("algorithm", "keeps"),
     [
-        *slow_but(
-            [(name, True) for name in ("standalone", "eagle3", "mtp", "dflash2")], [(name, True) for name in QUANTIZES]
-        ),
+        *slow_but([(name, True) for name in ("standalone", "dflash2")], [(name, True) for name in QUANTIZES]),
         pytest.param("eagle3", False, id="dequantized"),
     ],
 )

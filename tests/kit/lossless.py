@@ -39,6 +39,12 @@ REPEATED += (
     "ngram-budget-auto",
     "mtp-budget-auto",
     "dspark-budget-auto",
+    "model-auto",
+    "model-auto-budget-auto",
+    "model-budget-auto",
+    "eagle3-corpus",
+    "mtp-layers-auto",
+    "dspark-block-auto",
 )
 
 NEW, LONGER = 8, 12  # tokens; the longer for retractions, and for draft lengths drawn at random

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 from assembly import create_inline_asm
 
 LARGEST = 1 << 31
@@ -26,7 +27,7 @@ def hasten() -> None:
 
     _patch_once(interpreter)
     _keep_types(interpreter)
-    _promote_unless_equal()
+    _promote_unless_equal(interpreter)
     interpreter.InterpreterBuilder.create_inline_asm = create_inline_asm  # it has none of its own
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
@@ -112,7 +113,7 @@ def _keep_types(interpreter: Any) -> None:
     interpreter._get_np_dtype = lambda kind: np_dtype(core.uint64 if kind.scalar.is_ptr() else kind.scalar)
 
 
-def _promote_unless_equal() -> None:
+def _promote_unless_equal(interpreter: Any) -> None:
     """Operands of one type, whole numbers beside integers, any beside float32, and integers added to pointers take no
     promotion; blocks of one shape take no broadcast, and what two shapes become is found once."""
     from triton.language import core
@@ -125,8 +126,10 @@ def _promote_unless_equal() -> None:
     def broadcast_unless_equal(self: Any, lhs: Any, rhs: Any) -> Any:
         if lhs.shape is rhs.shape:
             return lhs, rhs
-        if not lhs.type.is_block() or not rhs.type.is_block():
-            return broadcast(self, lhs, rhs)
+        if not lhs.type.is_block():
+            return _filled(lhs, rhs), rhs
+        if not rhs.type.is_block():
+            return lhs, _filled(rhs, lhs)
         key = id(lhs.type.shape), id(rhs.type.shape)
         if key not in wholes:
             found, _ = broadcast(self, lhs, rhs)
@@ -134,6 +137,12 @@ def _promote_unless_equal() -> None:
         if (whole := wholes[key]) is None:
             return broadcast(self, lhs, rhs)
         return _stretched(self, lhs, whole), _stretched(self, rhs, whole)
+
+    def _filled(scalar: Any, block: Any) -> Any:
+        """A block of the shape of another one, all of whose elements are a scalar."""
+        data, shape = np.empty(block.handle.data.shape, scalar.handle.data.dtype), block.type.shape
+        data.fill(scalar.handle.data.item())
+        return core.tensor(interpreter.TensorHandle(data, scalar.handle.dtype), core.block_type(scalar.dtype, shape))
 
     def _stretched(self: Any, block: Any, shape: Any) -> Any:
         if block.type.shape is shape:

@@ -313,7 +313,7 @@ def usual(write: Any, start: Any) -> Callable[[str], tuple[Any, Any, Any]]:
     return build
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", slow_but(("eagle of 2", "eagle3", "mtp", "peagle of 2"), ALGORITHMS))
 def test_greedy_drafts_are_argmax_as_the_batch_changes(usual: Any, algorithm: str) -> None:
     (run, reference, ids), randomness = usual(algorithm), random.Random(3)
     here = run.here

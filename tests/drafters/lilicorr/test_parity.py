@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from block_drafts import BASE, Run, check_greedy_chain
-from crossed import crossed
+from crossed import crossed, slow_but
 
 from specbatch.drafters.lilicorr import LiLiCorrDrafter
 from specbatch.models.heads.lilicorr import LiLiCorr, LiLiCorrConfig
@@ -46,6 +46,6 @@ def test_distributions_match_reference(start: Any, kind: str, count: int, chunk:
     assert start(kind, count, chunk).worst() < 5e-5
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "one candidate"])
+@pytest.mark.parametrize("kind", slow_but(["published"], [kind for kind in KINDS if kind != "one candidate"]))
 def test_greedy_drafts_are_argmax_given_those_before(start: Any, kind: str) -> None:
     check_greedy_chain(start(kind, 5, 7), 1e-3)

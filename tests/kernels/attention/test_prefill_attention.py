@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import crossed
+from crossed import crossed, first_quick
 from dtypes import DTYPES
 from paged_prompts import Case
 
@@ -37,8 +37,7 @@ def test_prefill_attention_matches_reference(
     case.check(prefill_attention(case.inputs(window), tile), window)
 
 
-@pytest.mark.parametrize("window", [0, 21])
-@pytest.mark.parametrize("source", ["rows", "pages"])
+@pytest.mark.parametrize(("source", "window"), crossed(["rows", "pages"], [0, 21]))
 def test_bulk_copies_match_reference(device: torch.device, source: str, window: int) -> None:
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     page_size = 7 if source == "rows" else 128
@@ -118,8 +117,9 @@ def test_fp8_kv_cache(device: torch.device, heads: tuple[int, int, int]) -> None
     case.check(prefill_attention(case.inputs()))
 
 
-@pytest.mark.parametrize("stored", [None, torch.float8_e4m3fn])
-@pytest.mark.parametrize("spans", [[(0, 33), (47, 80)], [(1100, 1103), (0, 5)]])
+@pytest.mark.parametrize(
+    ("spans", "stored"), crossed([[(0, 33), (47, 80)], [(1100, 1103), (0, 5)]], [None, torch.float8_e4m3fn])
+)
 def test_scales_of_a_cache(device: torch.device, stored: torch.dtype | None, spans: list[tuple[int, int]]) -> None:
     case = Case(device, torch.float32, spans, (6, 2, 24), stored=stored)
     case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)]
@@ -134,7 +134,7 @@ def test_long_chunks_read_a_converted_copy_of_an_fp8_cache(device: torch.device,
     case = Case(device, dtype, [(7, 290), (0, 130), (128, 256)], (4, 2, 24), stored=torch.float8_e4m3fn)
     case.scales = [torch.rand(2, device=device) + 0.5 for _ in range(2)] if scaled else [None, None]
     tile = Tiling(64, 64, 4, 2) if device.type == "cpu" else None
-    for _ in range(2):
+    for _ in range(1 + scaled):
         inputs = unpacked(case.inputs())
         assert inputs.k_cache.dtype == dtype
         assert inputs.spans.page_table.tolist()[2][:2] == [5, 6]
@@ -155,7 +155,9 @@ FRESH = [(0, 30), (0, 1), (0, 17)], [(0, 48)], [(0, 16), (0, 31)]
 PREFIXED = [(7, 37), (50, 51), (0, 17)], [(12, 60)], [(0, 16), (33, 64)]
 
 
-@pytest.mark.parametrize(("passes", "own"), [(FRESH, True), (FRESH, False), (PREFIXED, False), (PREFIXED, True)])
+@pytest.mark.parametrize(
+    ("passes", "own"), first_quick(2, [(FRESH, True), (PREFIXED, False), (FRESH, False), (PREFIXED, True)])
+)
 def test_ragged_batch_at_fixed_addresses_is_reusable(device: torch.device, passes: Any, own: bool) -> None:
     """Whatever the buffers held before; with the maximum number of chunks, one, or some."""
     recorded: StaticRaggedBatch | None = None

@@ -19,7 +19,7 @@ from specbatch.kernels.drafting.corpus import (
 from specbatch.kernels.drafting.corpus_triton import BLOCK, corpus_drafts, corpus_extend, corpus_insert
 
 
-@pytest.mark.parametrize("case", slow_but(range(4), range(20)))
+@pytest.mark.parametrize("case", slow_but((0, 2, 3), range(20)))
 def test_kernels_match_their_references(case: int, device: torch.device) -> None:
     """Small vocabularies, tables and blocks: equal hashes within a block and across blocks, in a ring that is full and
     rows that are used again."""

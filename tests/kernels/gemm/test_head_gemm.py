@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from crossed import crossed
 
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.gemm.head_gemm import head_gemm
@@ -38,8 +39,9 @@ def test_matches_float64(
         assert (y.double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_turned"), crossed([torch.float32, torch.float16, torch.bfloat16], [False, True]), ids=str
+)
 def test_bits_do_not_depend_on_the_tokens_beside(dtype: torch.dtype, is_turned: bool, device: torch.device) -> None:
     """With the sizes of 16 heads of DeepSeek-V2-Lite, of which a CPU has four."""
     k, n = (512, 128) if is_turned else (128, 512)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import crossed, slow_but
+from crossed import crossed
 from fused_gemm import EPS, matches, normalised, numbers
 from watched_calls import Watch
 
@@ -35,7 +35,7 @@ def calls(watch: Watch) -> list[int]:
     return watch(skinny_gemm_triton, "one_row_gemm", before=lambda x, *_, **__: x.shape[1])
 
 
-@pytest.mark.parametrize(("n", "k", "squared"), crossed(SHAPES, [False, True]))
+@pytest.mark.parametrize(("n", "k", "squared", "dtype"), crossed(SHAPES, [False, True], TOLERANCE), ids=str)
 def test_linear_matches_reference(
     n: int, k: int, squared: bool, dtype: torch.dtype, device: torch.device, calls: list[int]
 ) -> None:
@@ -51,7 +51,7 @@ def test_linear_matches_reference(
     assert calls == [k, k]
 
 
-@pytest.mark.parametrize(("n", "k"), slow_but([(131, 72), (70, 1032), (1, 576)], SHAPES))
+@pytest.mark.parametrize(("n", "k", "dtype"), crossed([(131, 72), (70, 1032), (1, 576)], TOLERANCE), ids=str)
 def test_gated_matches_reference(n: int, k: int, dtype: torch.dtype, device: torch.device, calls: list[int]) -> None:
     kind = {"dtype": dtype, "device": device}
     x, weight = numbers(1, k, seed=1, **kind), numbers(2 * n, k, seed=2, **kind) / k**0.5
@@ -64,7 +64,7 @@ def test_gated_matches_reference(n: int, k: int, dtype: torch.dtype, device: tor
     assert calls == [k, k]
 
 
-@pytest.mark.parametrize("tile", slow_but(TILES[::3], TILES), ids=str)
+@pytest.mark.parametrize(("tile", "dtype"), crossed(TILES, TOLERANCE), ids=str)
 def test_tiles_agree(tile: OneRowTile, dtype: torch.dtype, device: torch.device) -> None:
     kind = {"dtype": dtype, "device": device}
     x, weight, norm = (

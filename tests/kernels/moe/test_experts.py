@@ -260,7 +260,8 @@ def scaled(case: Case, per: str = "block") -> tuple[Weight, Weight]:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "activation", "per"), [(1, "relu2", "block"), (5, "swiglu", "block"), (5, "swiglu", "output")]
+    ("tokens", "activation", "per"),
+    first_quick(2, [(1, "relu2", "block"), (5, "swiglu", "output"), (5, "swiglu", "block")]),
 )
 def test_fp8_weights(tokens: int, activation: Activation, per: str, dtype: torch.dtype, device: torch.device) -> None:
     case = Case(Routing(3, 2, shared=1), tokens, device, dtype, hidden=136, inner=130, activation=activation)
@@ -367,7 +368,7 @@ def of_rounded(x: FP8Activations, weight: Weight, owner: torch.Tensor, activatio
 @pytest.mark.parametrize(
     ("hidden", "inner", "activation", "per"),
     first_quick(
-        3,
+        2,
         [
             *((64, 130, "relu2", "block"), (136, 130, "swiglu", "output"), (40, 256, "swiglu", "block")),
             *((136, 128, "swiglu", "block"), (300, 40, "relu2", "block")),

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from crossed import first_quick
+from crossed import first_quick, slow_but
 from trees import ancestor_masks, path_of, random_parents
 
 from specbatch.kernels.attention.ragged_batch import RaggedBatch, StaticRaggedBatch
@@ -178,17 +178,19 @@ def test_prompts_and_verifies(
     case.verifies(7, True, 1 if is_slow else 2)
 
 
-@pytest.mark.parametrize("twin", TWINS)
+CHAINS = [
+    (512, 1, torch.float32, torch.bfloat16),
+    (0, 3, torch.float16, torch.float32),
+    (0, 4, torch.float32, torch.float32),
+    (0, 4, torch.bfloat16, torch.float32),
+]
+
+
 @pytest.mark.parametrize(
-    ("few", "held", "dtype", "stored"),
-    first_quick(
-        2,
-        [
-            (512, 1, torch.float32, torch.bfloat16),
-            (0, 3, torch.float16, torch.float32),
-            (0, 4, torch.float32, torch.float32),
-            (0, 4, torch.bfloat16, torch.float32),
-        ],
+    ("twin", "few", "held", "dtype", "stored"),
+    slow_but(
+        [*((twin, *CHAINS[0]) for twin in TWINS), *((twin, *CHAINS[1]) for twin in ("reference", "kernel"))],
+        [(twin, *case) for twin in TWINS for case in CHAINS],
     ),
 )
 def test_short_chains(

@@ -31,6 +31,7 @@ class Twin(NamedTuple):
 
 
 TWINS = ("reference", "triton", "deterministic")
+CHUNKED = slow_but(TWINS[:2], TWINS)  # the third one computes token after token, which takes long on a CPU
 
 
 @pytest.fixture(params=TWINS)
@@ -180,6 +181,7 @@ def test_prompts_and_chains(
     ("sizes", "dtype", "most"),
     first_quick(1, [(SIZES[1], torch.float32, 4), (SIZES[2], torch.float32, 1), (*CASES[-1], 4)]),
 )
+@pytest.mark.parametrize("twin", CHUNKED, indirect=True)
 def test_short_chains(
     device: torch.device, twin: Twin, sizes: tuple[int, int, int, int], dtype: torch.dtype, most: int
 ) -> None:
@@ -199,7 +201,7 @@ def test_trees(device: torch.device, twin: Twin, sizes: tuple[int, int, int, int
         layer.verify(twin.verify, [5, 3], rows, kept)
 
 
-@pytest.mark.parametrize("twin", slow_but(["reference", "triton"], TWINS), indirect=True)
+@pytest.mark.parametrize("twin", CHUNKED, indirect=True)
 def test_prompt_split_at_uneven_chunk_boundaries(device: torch.device, twin: Twin) -> None:
     layer = Layer(device)
     layer.prefill(twin.prefill, [(3, 0, 67)])
@@ -207,7 +209,7 @@ def test_prompt_split_at_uneven_chunk_boundaries(device: torch.device, twin: Twi
     layer.prefill(twin.prefill, [(3, 134, 135), (1, 5, 40)])
 
 
-@pytest.mark.parametrize("twin", slow_but(["reference", "triton"], TWINS), indirect=True)
+@pytest.mark.parametrize("twin", CHUNKED, indirect=True)
 @pytest.mark.parametrize("sizes", [(2, 80, 2, 20), pytest.param((4, 128, 2, 16), marks=pytest.mark.slow)])
 def test_several_chunks_of_16_bits(device: torch.device, twin: Twin, sizes: tuple[int, int, int, int]) -> None:
     """Prompts that end within a chunk; the second tile of a head of 80 has 16 rows."""
@@ -216,6 +218,7 @@ def test_several_chunks_of_16_bits(device: torch.device, twin: Twin, sizes: tupl
     layer.prefill(twin.prefill, [(1, 3, 70), (3, 65, 195)])
 
 
+@pytest.mark.parametrize("twin", CHUNKED, indirect=True)
 def test_a_token_does_not_depend_on_later_ones(device: torch.device, twin: Twin) -> None:
     """C of the first token times B of a later one, which the mask hides, is above the largest number of float16."""
     layer = Layer(device, (2, 64, 1, 128), torch.float16)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from crossed import crossed
 from hard_logits import DIVIDED, hard_logits, part_of_logits
 
 pytest.importorskip("triton")
@@ -23,8 +24,7 @@ def some_ids(count: int, device: torch.device) -> torch.Tensor:
     return (torch.randperm(count, generator=torch.Generator().manual_seed(count)) * 3 + 1).to(device)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (3, 2049), (2, 9001)])
+@pytest.mark.parametrize(("rows", "vocabulary", "mapped"), crossed([(1, 5), (3, 2049), (2, 9001)], [True, False]))
 def test_argmax_matches_reference(rows: int, vocabulary: int, mapped: bool, device: torch.device) -> None:
     logits = random(rows, vocabulary, seed=rows, device=device)
     ids = some_ids(vocabulary, device) if mapped else None
@@ -145,8 +145,7 @@ def test_certain_child_keeps_its_parents_score(device: torch.device) -> None:
     assert float(argmax_topk_triton.topk_logprobs(logits, 2)[0][0, 0]) == 0.0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ranks", "vocabulary"), DIVIDED)
+@pytest.mark.parametrize(("ranks", "vocabulary", "dtype"), crossed(DIVIDED, [torch.float32, torch.bfloat16]))
 def test_keys_of_parts_give_the_argmax(ranks: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
     logits = hard_logits(vocabulary).to(device=device, dtype=dtype)
     each = -(-vocabulary // ranks)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from crossed import crossed
 from quantized_weights import FORMATS, MORE
 from safetensors.torch import load_file, save_file
 from thread_ranks import on_ranks
@@ -70,8 +71,7 @@ def write(folder: Path, form: str) -> torch.Tensor:
     return expected
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
-@pytest.mark.parametrize("form", ["channel", "awq", "NVFP4A16"])
+@pytest.mark.parametrize(("form", "keeps"), crossed(["channel", "awq", "NVFP4A16"], [False, True]))
 def test_logits_are_those_of_transformers(
     form: str, keeps: bool, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:

@@ -74,7 +74,11 @@ def test_group_of_all_inputs(tmp_path: Path, packing: str) -> None:
             for word in range(0, 16, 3)
         ),
         *(("gptq", {"sym": True, "desc_act": True} | method, None) for method in ({}, GPTQ_V2, IN_AUTO_ROUND)),
-        *(("gptq", {"sym": None} | method, word) for method in ({}, GPTQ_V2, IN_AUTO_ROUND) for word in (7, 8, None)),
+        *(
+            pytest.param("gptq", {"sym": None} | method, word, marks=() if word == quick else pytest.mark.slow)
+            for method, quick in (({}, 7), (GPTQ_V2, 8), (IN_AUTO_ROUND, None))
+            for word in (7, 8, None)
+        ),
         ("gptq", {"checkpoint_format": None}, 7),
         ("gptq", {"sym": False}, 7),
         ("gptq", {"sym": False} | GPTQ_V2, 8),

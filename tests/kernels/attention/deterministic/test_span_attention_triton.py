@@ -58,11 +58,15 @@ class Case:
         return span_attention_triton.attend_to_spans(q, self.k, self.v, span_pass, *self.scales, **how)[rows:]
 
 
-@pytest.mark.parametrize(("window", "sinks"), first_quick(2, [(None, False), (5, True), (200, False), (None, True)]))
+@pytest.mark.parametrize(
+    ("heads", "kv", "window", "sinks"),
+    first_quick(2, [(4, 2, None, False), (2, 1, 5, True), (4, 2, 200, False), (4, 2, None, True)]),
+)
 def test_prompts_and_verifies_match_the_reference(
-    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None], window: int | None, sinks: bool
-) -> None:
-    case = Case(dtype, device, window=window, sinks=sinks)
+    dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None], heads: int, kv: int,
+    window: int | None, sinks: bool,
+) -> None:  # fmt: skip
+    case = Case(dtype, device, heads, kv, window=window, sinks=sinks)
     every = case.prompt(0, LENGTH)
     expected = prefill_attention_ref(case.q, case.k, case.v, case.table[1], 0, window or 0, case.sinks)
     torch.testing.assert_close(every, expected, rtol=0, atol=TOLERANCE[dtype])
@@ -121,15 +125,15 @@ def test_nodes_of_a_tree_are_computed_as_chains(
     dtype: torch.dtype, device: torch.device, assert_same: Callable[..., None], left: int, window: int | None
 ) -> None:
     """In one pass and in two. The second sequence has pages for `left` of the 9 nodes."""
-    case, count = Case(dtype, device), 9
+    case, count = Case(dtype, device, 2, 1), 9
     start = PAGE * case.table.shape[1] - left
-    layout = QKVLayout(4, 2, 16, None, None, 1e-6, *(x.to(device, dtype) for x in rope_table(torch.ones(8), 700, 1.0)))
+    layout = QKVLayout(2, 1, 16, None, None, 1e-6, *(x.to(device, dtype) for x in rope_table(torch.ones(8), 700, 1.0)))
     lengths, slots = torch.tensor([250, start], device=device), torch.tensor([0, 1], device=device)
     parents = [random_parents(Random(seed), count, True) for seed in (0, 1)]
     paths = [[path_of(tree, node) for node in range(count)] for tree in parents]
     words = torch.tensor([ancestor_masks(tree) for tree in parents], device=device)
     depths = torch.tensor([[len(path) - 1 for path in of] for of in paths], device=device)
-    qkv = torch.randn(2, count, 8 * 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    qkv = torch.randn(2, count, 4 * 16, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
     def run(kernel: bool, keys: torch.Tensor, values: torch.Tensor, first: int, end: int) -> torch.Tensor:
         queries = DecodeQueries(

@@ -75,10 +75,11 @@ def spans(queries: DecodeQueries, splits: int) -> DecodeAttention:
 Kernel = Callable[[DecodeQueries, int], DecodeAttention]
 
 
-@pytest.mark.parametrize("name", slow_but(("one-head", "odd"), LAYOUTS))
 @pytest.mark.parametrize(
-    ("kernel", "count", "splits"),
-    [(default, 1, 1), (default, 4, 3), (default, 7, 2), (spans, 1, 1), (spans, 3, 2)],
+    ("kernel", "count", "splits", "name"),
+    crossed(
+        [(default, 1, 1), (default, 4, 3), (default, 7, 2), (spans, 1, 1), (spans, 3, 2)], ["one-head", "odd", "wide"]
+    ),
 )
 def test_verify_matches_reference(name: str, kernel: Kernel, count: int, splits: int) -> None:
     heads, table = layout(name), page_table()
@@ -256,9 +257,9 @@ def compare(
 
 
 @pytest.mark.parametrize(
-    "prefill", [partial(latent_prefill, tile=LatentTile(16, 16, 1, 1)), partial(span_latent_prefill, span=16)]
+    ("name", "prefill"),
+    crossed(LAYOUTS, [partial(span_latent_prefill, span=16), partial(latent_prefill, tile=LatentTile(16, 16, 1, 1))]),
 )
-@pytest.mark.parametrize("name", LAYOUTS)
 def test_prefill_matches_reference(name: str, prefill: Callable[..., torch.Tensor]) -> None:
     """Prompts, and a chunk after a prefix."""
     heads, table = layout(name), page_table()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 
 from specbatch.kernels.attention.queries import AttentionInputs, DecodeQueries, Mask, QKVLayout
 from specbatch.kernels.attention.verify.decode_attention_native import NativeDecodeAttention
@@ -57,8 +58,7 @@ def compare(
     torch.testing.assert_close(copies, caches, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 5, 8])
-@pytest.mark.parametrize("dim", [64, 96])
+@pytest.mark.parametrize(("group", "dim"), crossed([1, 3, 4, 5, 8], [64, 96]))
 def test_heads_and_rows(group: int, dim: int) -> None:
     for batch, rows, kv in ((1, 1, 3), (3, 4, 1), (2, 1, 2)):
         compare(batch, rows, kv, group, dim)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from crossed import crossed
 from dtypes import HALVES
 from stand_ins import quantized_by_activations
 
@@ -84,9 +85,9 @@ def test_every_fp8_value_is_exact(
     assert torch.equal(fp8_linear(x, weight, tile=tile).float(), values.float().t()[column])
 
 
-@pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize(
-    ("rows", "n", "k", "scaled"), [(1, 130, 512, "blocks"), (17, 72, 384, "blocks"), (16, 200, 256, "outputs")]
+    ("rows", "n", "k", "scaled", "tile"),
+    crossed([(1, 130, 512, "blocks"), (17, 72, 384, "blocks"), (16, 200, 256, "outputs")], TILES),
 )
 def test_few_rows_match_reference(
     tile: FP8FewRowsTile, rows: int, n: int, k: int, scaled: str, dtype: torch.dtype, device: torch.device
@@ -205,10 +206,12 @@ QUANTIZED_TILES = [
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("tile", QUANTIZED_TILES)
 @pytest.mark.parametrize(
-    ("rows", "n", "k", "scaled"),
-    [(1, 130, 512, "blocks"), (17, 72, 384, "blocks"), (16, 200, 256, "outputs"), (32, 40, 1152, "blocks")],
+    ("rows", "n", "k", "scaled", "tile"),
+    crossed(
+        [(1, 130, 512, "blocks"), (17, 72, 384, "blocks"), (16, 200, 256, "outputs"), (32, 40, 1152, "blocks")],
+        QUANTIZED_TILES,
+    ),
 )
 def test_few_quantized_rows_match_reference(
     tile: W8A8FewRowsTile, rows: int, n: int, k: int, scaled: str, dtype: torch.dtype, device: torch.device
