@@ -147,4 +147,4 @@ def test_long_texts_are_attended_in_parts(monkeypatch, most):
 
     whole = run()
     monkeypatch.setattr("specbatch.training.chain.MOST_QUERIES", most)
-    torch.testing.assert_close(run(), whole)
+    torch.testing.assert_close(run(), whole, rtol=1e-5, atol=1e-4)  # sums in another order
