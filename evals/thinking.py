@@ -18,8 +18,6 @@ from specbatch.records.markdown import markdown_table
 from specbatch.records.reasoning import parts_of, parts_table
 from specbatch.sweeps.report.parts import MODES, THINKING, folders_of
 
-__all__ = ["ThinkingGrids", "ThinkingReports", "folders_of", "in_modes"]
-
 
 def in_modes(options: EvalOptions, folder: Path) -> dict[str, EvalOptions]:
     """The options of each mode, with its folder in `folder` as output."""

@@ -148,8 +148,9 @@ def evaluate(
     1, and the same command with the folder as --out asks for these.
     """
     from specbatch.evals.several import has_results
-    from specbatch.evals.thinking import ThinkingReports, folders_of, in_modes
+    from specbatch.evals.thinking import ThinkingReports, in_modes
     from specbatch.records.sweep_plan import PLAN
+    from specbatch.sweeps.report.parts import folders_of
     from specbatch.sweeps.run.configurations import by_model
     from specbatch.sweeps.run.loading import one_group, refuse_servers
 

@@ -29,9 +29,11 @@ DEFAULTS = {  # as --help shows them
 
 def axis_of(options: Mapping[str, Any]) -> tuple[str, list[Any]] | None:
     """The option of a workload that was given several values, and these; None without one. Refuses two."""
+    from specbatch.sweeps.report.parts import label_of
+
     several = {name: value for name in AXES if isinstance(value := options.get(name), list)}
     for name, value in several.items():
-        each_once(name, [f"{one:g}" if isinstance(one, float) else one for one in value])
+        each_once(name, [label_of(one) for one in value])
     if len(several) > 1:
         first, other = several
         raise refuse(other, ",".join(map(str, several[other])), f"{first} has several, too; give one value")

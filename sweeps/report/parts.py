@@ -47,6 +47,13 @@ def rate_of(workload: Mapping[str, Any]) -> float:
     return math.inf if rate is None else float(rate)
 
 
+def label_of(value: object) -> str:
+    """What a part is called by its value of the field."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    return next((mode for mode, is_on in MODES.items() if value is is_on), str(value))
+
+
 def folders_of(folder: Path, axis: str = THINKING, labels: tuple[str, ...] = tuple(MODES)) -> dict[str, Path]:
     """The folder of each part, by its label."""
     return {label: folder / f"{axis.replace('_', '-')}-{label}" for label in labels}
@@ -98,10 +105,8 @@ def _label(plan: dict[str, Any], axis: str) -> str:
     """What a part is called by its plan."""
     if axis == MODEL:
         return listed(sorted({Path(model).name for model in _models(plan)}))
-    value = plan["workload"].get(axis)
-    if axis == RATE:
-        return f"{rate_of(plan['workload']):g}"
-    return next((mode for mode, is_on in MODES.items() if value is is_on), str(value))
+    work = plan["workload"]
+    return label_of(rate_of(work) if axis == RATE else work.get(axis))
 
 
 def _place(label: str) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from specbatch.errors import counted, reporting
 from specbatch.progress.bars import NotedReport
 from specbatch.records.sweep_plan import Described, begin, points
 from specbatch.sweeps.report.notes import losses_of
-from specbatch.sweeps.report.parts import MODES, RATE, THINKING, folders_of, write_parts
+from specbatch.sweeps.report.parts import folders_of, label_of, write_parts
 from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.tables import write_summary
 from specbatch.sweeps.run.benchmark import Benchmark, OnMeasured, SweepOptions
@@ -83,8 +83,7 @@ def run_workloads(
 
 def parts_of(options: SweepOptions, axis: str, values: Iterable[Any]) -> dict[str, SweepOptions]:
     """The options of each value of a field of the workload, by its label. Long texts of all lengths end alike."""
-    words = {value: word for word, value in MODES.items()} if axis == THINKING else {}
-    works = {words.get(value, f"{value:g}" if axis == RATE else str(value)): {axis: value} for value in values}
+    works = {label_of(value): {axis: value} for value in values}
     if axis == "input_len" and options.workload.long_text is not None:
         longest = max(options.workload.window, *(own[axis] for own in works.values()))
         works = {label: own | {"window": longest} for label, own in works.items()}
