@@ -22,22 +22,23 @@ class Recorded(NamedTuple):
 
 
 class VerifyGraphs:
-    """One recording per batch size that is a power of two and number of drafts. Few jobs have such grammars, so each is
-    recorded when it is first asked for. The output matrix is not part of it: logits of all rows would take hundreds of
-    megabytes, and a pass has one launch for them."""
+    """One recording per number of drafts and batch size that is a power of two, or the largest. Few jobs have such
+    grammars, so each is recorded when it is first asked for. The output matrix is not part of it: logits of all rows
+    would take hundreds of megabytes, and a pass has one launch for them."""
 
-    def __init__(self, forward: Forward, recorder: Recorder, counters: GraphCounters) -> None:
+    def __init__(self, forward: Forward, recorder: Recorder, counters: GraphCounters, most: int) -> None:
         """forward: the pass over slots [B] and their drafts [B, n]; all it returns has rows of the requests in their
-        order, equally many of each."""
+        order, equally many of each. most: largest batch, for which memory was planned."""
         self._forward = forward
         self._recorder = recorder
         self._counters = counters
+        self._most = most
         self._recordings: dict[tuple[int, int], Recorded] = {}
 
     def __call__(self, slots: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What `forward` returns of slots int64 [B] and drafts int64 [B, n]. It holds until the next call."""
         count, nodes = len(drafts), drafts.shape[1]
-        bucket = 1 << (count - 1).bit_length()
+        bucket = min(1 << (count - 1).bit_length(), self._most)
         recorded = self._recordings.get((bucket, nodes))
         if recorded is None:
             recorded = self._recordings[bucket, nodes] = self._record(bucket, drafts)
@@ -49,10 +50,6 @@ class VerifyGraphs:
         self._counters.replays += 1
         self._counters.padded += bucket - count
         return tuple(output[: len(output) // bucket * count] for output in recorded.outputs)
-
-    def drop(self) -> None:
-        """Free all recordings. They are made again when they are asked for."""
-        self._recordings.clear()
 
     def _record(self, bucket: int, drafts: torch.Tensor) -> Recorded:
         """Over padding slots, which is harmless."""

@@ -165,7 +165,7 @@ class DeviceWorker:
             self.decode_counters = self.graphs.counters
         self._parts = StepInParts(decode_step, self.decode_counters)
         if recorder is not None:
-            self._parts.record(recorder, lambda slots, count: self._input(slots, SamplingFlags(), count))
+            self._parts.record(recorder, lambda slots, count: self._input(slots, SamplingFlags(), count), batch.slots)
 
     @property
     def rank(self) -> int | None:

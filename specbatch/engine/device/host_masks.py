@@ -95,15 +95,16 @@ class StepInParts:
         self._drafted: tuple[StepInput, Proposal] | None = None
         self._verified: Verified | None = None
 
-    def record(self, recorder: Recorder, inputs: Callable[[torch.Tensor, int], StepInput]) -> None:
-        """Have graphs from now on. inputs: the step over slots [B] that draft so many tokens each."""
+    def record(self, recorder: Recorder, inputs: Callable[[torch.Tensor, int], StepInput], most: int) -> None:
+        """Have graphs from now on. inputs: the step over slots [B] that draft so many tokens each; most: largest
+        batch."""
 
         def forward(slots: torch.Tensor, drafts: torch.Tensor) -> tuple[torch.Tensor, ...]:
             step = self._decode_step.begin(inputs(slots, drafts.shape[1]))
             (last, aux), positions = self._decode_step.forward(step, no_drafts(step)._replace(tokens=drafts))
             return (last, positions) if aux is None else (last, positions, aux)
 
-        self.graphs = VerifyGraphs(forward, recorder, self._counters)
+        self.graphs = VerifyGraphs(forward, recorder, self._counters, most)
 
     def propose(self, step: StepInput, host: HostGrammars) -> Drafts:
         step = self._decode_step.begin(step)
