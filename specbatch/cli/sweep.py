@@ -226,14 +226,14 @@ def sweep(
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
         options.fitted(engines)  # may raise, before the settings are printed
         say(settings)
-        statuses = list[int]()
+        swept, statuses = [folder], list[int]()
         if axis is not None:
+            swept = [folder / name for name in inside]
             with progress("sweep", "requests") as report:
                 summary, rows = run_parts(
                     engines, parts, axis[0], folder, server=server, log=say, report=report, cluster=workers
                 )
-            paths = folders_of(folder, axis[0], tuple(parts)).values()
-            reports = [page for path in paths for page in write_reports(path)]
+            reports = [page for path in swept for page in write_reports(path)]
         elif server is not None:
             with progress("sweep", "requests") as report:
                 run_server(server, options, folder, log=say, report=report)
@@ -270,7 +270,6 @@ def sweep(
         as_json=as_json,
         kept=str(folder),
     )
-    swept = [folder] if axis is None else [*folders_of(folder, axis[0], tuple(parts)).values()]
     if statuses or any(row.get("failed") for row in rows) or (has_servers and any(map(_failed, swept))):
         raise typer.Exit(1)
 
