@@ -27,7 +27,6 @@ FILES = Path(__file__).parent / "real_writers" / "files"
 TOKENS = torch.arange(3, 36, 3)  # as tiny_llama.py has them
 HEADS = ("specforge-eagle3", "speculators-dflash", "speculators-eagle3")
 REFUSED = {  # name of the folder -> message
-    "gptqmodel-8-bits": "quantization_config.bits=8: it must be 4",
     "modelopt-w4a8-awq": "quant_algo='W4A8_AWQ': it must be 'FP8'",
 }
 FLOAT32_SCALES = ("modelopt-int4-awq", "modelopt-mixed")  # of INT4, which a GPU rounds to 16 bits

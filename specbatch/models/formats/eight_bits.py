@@ -1,8 +1,10 @@
-"""INT8 checkpoints of compressed-tensors (W8A8, W8A16): whole numbers with a scale per output or per group of inputs.
+"""INT8 checkpoints of compressed-tensors (W8A8, W8A16) and GPTQ: whole numbers with a scale per output or group.
 
 * int-quantized: `weight` int8 [out, in]; `weight_scale` [out, groups]; `weight_zero_point` int8, as many
 * pack-quantized: `weight_packed` int32 [out, in / 4], the first of four values in the lowest bits, each plus 128;
   `weight_scale` as above; `weight_zero_point` int32 [out / 4, groups]
+* gptq, gptq_v2: `qweight` int32 [in / 4, out], each value plus 128; `scales` [groups, out]; `qzeros` int32
+  [groups, out / 4], less 1 in gptq, which are not read of symmetric weights. The config is read in `gptq`
 
 Activations are not quantized here, whatever the checkpoint was made for. Source: vllm-project/compressed-tensors.
 """
@@ -11,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from specbatch.errors import refuse
 from specbatch.files.config_values import flag_of, table_of
 from specbatch.kernels.common.block_sizes import CPU_GROUPS
-from specbatch.models.formats.format import FLOATS, Format, Group, Shapes
+from specbatch.models.formats.format import FLOATS, Format, Group, Shapes, in_order
 from specbatch.models.formats.settings import activations_of, expect, packing_of
 from specbatch.models.formats.whole_numbers import WHOLE, Groups, Packing, Part, WholeNumbers
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 _PACKED = 4  # values in an int32
 _SCALE, _ZEROS = ".weight_scale", ".weight_zero_point"
+_QZEROS, _ORDER = ".qzeros", ".g_idx"  # of GPTQ
+_MIDDLES = -0x7F7F7F80  # four times 128, in an int32
 _Tensors = Mapping[str, "torch.Tensor"]
 
 
@@ -34,6 +39,20 @@ def _plain(found: _Tensors) -> Groups:
 def _packed(found: _Tensors) -> Groups:
     zeros = _unpacked(found[_ZEROS].t()).t() if _ZEROS in found else None
     return _groups(_unpacked(found[".weight_packed"]), found[_SCALE], zeros)
+
+
+def _gptq(less: int) -> Callable[[_Tensors], Groups]:
+    """less: what zero points are stored less."""
+
+    def read(found: _Tensors) -> Groups:
+        import torch
+
+        zeros = found.get(_QZEROS)
+        if zeros is not None:
+            zeros = (zeros.contiguous().view(torch.uint8) + less ^ 128).view(torch.int8).t()
+        return _groups(_unpacked(found[".qweight"].t()), found[".scales"].t(), zeros)
+
+    return read
 
 
 def _groups(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Groups:
@@ -53,6 +72,13 @@ _WORDS = Part(("I32",), lambda out, inner, groups: (out, inner // _PACKED))
 _SCALES = Part(FLOATS, lambda out, inner, groups: (out, groups), lambda size: (0.8 * size, 1.2 * size))
 _OFFSETS = Part(("I8",), lambda out, inner, groups: (out, groups), lambda size: (0, 0))
 _PACKED_OFFSETS = Part(("I32",), lambda out, inner, groups: (out // _PACKED, groups), lambda size: (0, 0))
+_GPTQ = {
+    ".qweight": Part(("I32",), lambda out, inner, groups: (inner // _PACKED, out)),
+    ".scales": Part(FLOATS, lambda out, inner, groups: (groups, out), _SCALES.random),
+}
+_GPTQ_ZEROS = {
+    _QZEROS: Part(("I32",), lambda out, inner, groups: (groups, out // _PACKED), lambda size: (_MIDDLES, _MIDDLES))
+}
 
 
 @dataclass(frozen=True)
@@ -70,6 +96,10 @@ class Int8Weights(WholeNumbers):
         "pack-quantized asymmetric": Packing(
             {".weight_packed": _WORDS, _SCALE: _SCALES, _ZEROS: _PACKED_OFFSETS}, _packed, True, _PACKED
         ),
+        "gptq": Packing(_GPTQ, _gptq(1)),
+        "gptq_v2": Packing(_GPTQ, _gptq(0)),
+        "gptq asymmetric": Packing(_GPTQ | _GPTQ_ZEROS, _gptq(1), True, _PACKED),
+        "gptq_v2 asymmetric": Packing(_GPTQ | _GPTQ_ZEROS, _gptq(0), True, _PACKED),
     }
 
     packing: str = "int-quantized"
@@ -84,7 +114,7 @@ class Int8Weights(WholeNumbers):
 
     def respelled(self, found: Shapes) -> Shapes:
         """Also zero points, which are not packed."""
-        if self.group != WHOLE:
+        if self.group != WHOLE or self._is_gptq:
             return {}
         parts = self.packings[self.packing].parts
         values = next(iter(parts))
@@ -98,8 +128,27 @@ class Int8Weights(WholeNumbers):
             if shape in ((), (1,), (1, 1), (rows[stem],))
         }
 
+    def weight_of(self, name: str) -> str | None:
+        for end in (_QZEROS, _ORDER):
+            if self._is_gptq and name.endswith(end):
+                return name.removesuffix(end) + ".weight"
+        return super().weight_of(name)
+
     def is_unused(self, name: str) -> bool:
-        return super().is_unused(name) or name.endswith(".weight_shape")
+        is_unread = name.endswith(_QZEROS) and _QZEROS not in self.packings[self.packing].parts
+        return super().is_unused(name) or is_unread or name.endswith((".weight_shape", _ORDER))
+
+    def for_values(self, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> Self:
+        for name in found if self._is_gptq else ():
+            if name.endswith(_ORDER):
+                groups = tensor(name).flatten()
+                if not in_order(groups, len(groups) if self.group == WHOLE else self.group):
+                    raise refuse("model", name, "8-bit weights must have their groups in the order of the inputs")
+        return super().for_values(found, tensor)
+
+    @property
+    def _is_gptq(self) -> bool:
+        return self.packing.startswith("gptq")
 
 
 def _group(group: Group) -> Format:

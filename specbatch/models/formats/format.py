@@ -23,6 +23,7 @@ Modules = tuple[frozenset[str], tuple[str, ...]]  # names and patterns, see `For
 # Never quantized: convolutions and routers. Embedding and output matrix are excluded by their names.
 PLAIN = ("conv1d.weight", "conv.conv.weight", ".gate.weight", ".router.weight", "shared_expert_gate.weight")
 PATTERN = "re:"  # begins a regular expression in the list of unquantized modules
+_WILDCARDS = frozenset("*?[")
 SCALES = ("_scale_inv", "_scale")  # how scales are called, after the name of their weight
 _SCALED = (".weight", "_proj")  # how the names of such weights end
 FLOATS = ("BF16", "F16", "F32")  # types of safetensors that scales have in most formats
@@ -288,6 +289,16 @@ def check_scales(scales: torch.Tensor, name: str, source: Source, *, signed: boo
 def is_input_scale(name: str) -> bool:
     """Whether a tensor is a scale of activations."""
     return name.endswith(_OF_INPUTS)
+
+
+def in_order(groups: torch.Tensor, size: int) -> bool:
+    """Whether groups [inputs], of so many inputs each, are in the order of the inputs."""
+    return bool(groups.eq(groups.new_tensor(range(len(groups))).div(size, rounding_mode="floor")).all())
+
+
+def is_pattern(name: str) -> bool:
+    """Whether this is no name of a module, but what `matches` takes."""
+    return name.startswith(PATTERN) or not _WILDCARDS.isdisjoint(name)
 
 
 def matches(pattern: str, module: str) -> bool:

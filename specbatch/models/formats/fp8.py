@@ -4,7 +4,6 @@ The scales of a matrix `X` are the tensor `X_scale_inv` (`...q_proj.weight_scale
 `...gate_up_proj_scale_inv`), as DeepSeek-V3, Qwen and transformers name it, or `X_scale` (compressed-tensors,
 ModelOpt). Despite the first name they are multiplied.
 ModelOpt's blocks have scales of four dimensions [outputs / 128, 1, inputs / 128, 1], or none if there is one block.
-Quark: AMD's quantizer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from specbatch.files.config_values import flag_of, table_of
 from specbatch.kernels.common.block_sizes import SCALE_BLOCK
-from specbatch.models.formats.cache_scales import FP8, quark_caches
+from specbatch.models.formats.cache_scales import FP8
 from specbatch.models.formats.format import (
     FLOATS,
     SCALES,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
 
 _BLOCKS = [SCALE_BLOCK, SCALE_BLOCK]
-_OF_WEIGHTS = ("weight", "input_tensors")  # Quark's settings of a layer, but for those of its outputs
 # Root mean square of float8_e4m3fn values if all bit patterns except the two NaNs are equally likely.
 _RMS = 100.06
 
@@ -57,7 +55,7 @@ class FP8Weights(Format):
 
     @classmethod
     def methods(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
-        return {"fp8": _fine_grained, "quark": _quark}
+        return {"fp8": _fine_grained}
 
     @classmethod
     def algorithms(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
@@ -152,27 +150,6 @@ def _modelopt(found: dict[str, Any]) -> Format:
     in_blocks = found["quant_algo"] == "FP8_PB_WO"  # weights only
     plain, inputs = unquantized(found, "ignore", "exclude_modules"), None if in_blocks else FP8
     return FP8Weights(*plain, per_channel=not in_blocks, suffix=SCALES[1], inputs=inputs)
-
-
-def _quark(found: dict[str, Any]) -> Format:
-    """AMD Quark's own method, in FP8."""
-    scheme = table_of(found, "global_quant_config")
-    layers, of_cache = table_of(found, "layer_quant_config"), quark_caches(found)
-    others = {
-        name: table_of(layers, name)
-        for name in layers
-        if name not in of_cache or any(of_cache[name].get(key) != scheme.get(key) for key in _OF_WEIGHTS)
-    }
-    for key in ("layer_quant_config", "layer_type_quant_config", "algo_config"):
-        if value := (found | {"layer_quant_config": others}).get(key):
-            raise refuse_setting(key, value, "all weights must be quantized in one way")
-    expect(table_of(found, "export"), "weight_format", "real_quantized", default="real_quantized", where="export")
-    weights, inputs, where = table_of(scheme, "weight"), table_of(scheme, "input_tensors"), "global_quant_config"
-    expect(weights, "dtype", "fp8_e4m3", where=f"{where}.weight")
-    expect(weights, "qscheme", "per_tensor", "per_channel", where=f"{where}.weight")
-    expect(inputs, "dtype", "fp8_e4m3", default="fp8_e4m3", where=f"{where}.input_tensors")
-    plain = unquantized(found, "exclude")
-    return FP8Weights(*plain, per_channel=True, suffix=SCALES[1], inputs=FP8 if inputs else None)
 
 
 def _group(group: Group) -> Format:

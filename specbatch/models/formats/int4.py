@@ -25,27 +25,25 @@ of GPTQ or AWQ.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from specbatch.errors import refuse
-from specbatch.files.config_values import flag_of, spelled, table_of
+from specbatch.files.config_values import flag_of, table_of
 from specbatch.kernels.common.block_sizes import INT4_GROUPS
 from specbatch.models.formats.format import (
     FLOATS,
-    PATTERN,
     Format,
     Group,
-    Modules,
     Shape,
     Shapes,
     Source,
     check_scales,
+    in_order,
 )
 from specbatch.models.formats.input_scales import INPUT_SCALES, at_inputs, with_input_scales
-from specbatch.models.formats.settings import activations_of, expect, packing_of, refuse_setting, unquantized
+from specbatch.models.formats.settings import activations_of, expect, packing_of, unquantized
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +68,6 @@ _ORDERS = (".g_idx", ".weight_g_idx")  # the group of each input
 _UNUSED = (*_ORDERS, ".weight_shape")
 _ZERO_POINTS = (_ZEROS, ".weight_zero_point")
 _WORDS = (".qweight", ".weight_packed", *_ZERO_POINTS)  # how names of packed values end
-_UNQUANTIZED = (16, 32)  # bits of what auto-round leaves as it is
 _RMS = 4.64  # of whole numbers from -8 to 7
 _EIGHTS = -0x77777778  # eight times the zero point 8, in an int32
 
@@ -91,8 +88,7 @@ class Int4Weights(Format):
 
     @classmethod
     def methods(cls) -> dict[str, Callable[[dict[str, Any]], Format]]:
-        # "intel/auto-round" is of older versions.
-        return {"awq": _awq, "gptq": _gptq, "auto-round": _auto_round, "intel/auto-round": _auto_round}
+        return {}  # see `gptq`
 
     @classmethod
     def groups(cls) -> dict[tuple[str, int], Callable[[Group], Format]]:
@@ -176,10 +172,10 @@ class Int4Weights(Format):
             size = len(groups) if self.group == WHOLE else self.group
             weight = str(self.weight_of(name))
             packed = found.get(weight.removesuffix(".weight") + ".qweight", (0,))
-            in_order = groups.eq(groups.new_tensor(range(len(groups))).div(size, rounding_mode="floor")).all()
-            if self.packing not in _GPTQ and not in_order:
+            is_regular = in_order(groups, size)
+            if self.packing not in _GPTQ and not is_regular:
                 raise refuse("model", name, f"{self.packing} weights must have their groups in the order of the inputs")
-            if not in_order or (self.packing in _GPTQ and found[name] != (PACKED * packed[0],)):
+            if not is_regular or (self.packing in _GPTQ and found[name] != (PACKED * packed[0],)):
                 irregular.append(weight)
         return with_input_scales(replace(self, irregular=frozenset(irregular)), found)
 
@@ -325,62 +321,15 @@ def _ordered(values: torch.Tensor) -> torch.Tensor:
     return ordered.flatten(1)
 
 
-def _awq(found: dict[str, Any]) -> Format:
-    expect(found, "bits", 4)
-    key = spelled(found, "version", "format")
-    version = found.get(key) or "gemm"
-    if str(version).lower() != "gemm":
-        raise refuse_setting(key, version, "it must be 'gemm'")
-    plain, has_zeros = unquantized(found, "modules_to_not_convert"), flag_of(found, "zero_point", True)
-    return Int4Weights(*plain, packing="awq", group=_group_size(found), has_zeros=has_zeros)
-
-
-def _gptq(found: dict[str, Any]) -> Format:
-    expect(found, "bits", 4)
-    key = spelled(found, "checkpoint_format", "format")  # GPTQModel 7.7 and transformers 5.23 read both
-    expect(found, key, "gptq", "gptq_v2", default="gptq")
-    expect(found, "pack_dtype", "int32", default="int32")
-    others = [name for name in table_of(found, "dynamic") if not name.startswith("-:")]  # those are not quantized
-    if others:
-        raise refuse_setting("dynamic", others, "all weights must be quantized in one way")
-    packing: Packing = "gptq_v2" if found.get(key) == "gptq_v2" else "gptq"
-    form = _grouped(found, packing, unquantized(found, "modules_to_not_convert"))
-    return replace(form, has_order=flag_of(found, "desc_act", False))
-
-
-def _auto_round(found: dict[str, Any]) -> Format:
-    """auto-round's own method: tensors of GPTQ or AWQ, with settings of single layers in `extra_config`."""
-    expect(found, "bits", 4)
-    expect(found, "data_type", "int", default="int")
-    expect(found, "packing_format", *_AUTO_ROUND)
-    if found.get("rotation_config"):
-        raise refuse_setting("rotation_config", found["rotation_config"], "weights must not need rotated activations")
-    expect(found, "act_bits", *_UNQUANTIZED, default=16)
-    layers = table_of(found, "extra_config")
-    for name in layers:  # or a regular expression
-        expect(table_of(layers, name), "bits", *_UNQUANTIZED, where=f"extra_config.{name}")
-    names = [name if re.fullmatch(r"[\w.]+", name) else PATTERN + name for name in layers]
-    return _grouped(found, _AUTO_ROUND[found["packing_format"]], unquantized({"extra_config": names}, "extra_config"))
-
-
-def _grouped(found: dict[str, Any], packing: Packing, plain: Modules) -> Int4Weights:
-    """Symmetric weights (`sym`) have the zero point 8, whatever their `qzeros` hold: 7, 8 or nothing. A config without
-    `sym` means symmetric ones, as for GPTQModel 7.7 and transformers 5.23; vLLM 0.33 refuses it for GPTQ."""
-    return Int4Weights(*plain, packing=packing, group=_group_size(found), has_zeros=not flag_of(found, "sym", True))
-
-
-def _group_size(found: dict[str, Any], where: str = "") -> int:
-    expect(found, "group_size", *INT4_GROUPS, WHOLE, where=where)
-    return int(found["group_size"])
-
-
 def _packed(group: Group) -> Format:
     """A group of compressed-tensors."""
     weights, inside = table_of(group.settings, "weights"), f"{group.where}.weights"
     packing: Packing = "int-quantized" if packing_of(group, *_NAMED[:2]) == "int-quantized" else "pack-quantized"
     expect(weights, "strategy", "group", "channel", where=inside)
     expect(weights, "actorder", "static", "weight", False, default=False, where=inside)
-    size = WHOLE if weights["strategy"] == "channel" else _group_size(weights, inside)
+    if weights["strategy"] == "group":
+        expect(weights, "group_size", *INT4_GROUPS, WHOLE, where=inside)
+    size = WHOLE if weights["strategy"] == "channel" else int(weights["group_size"])
     has_zeros = not flag_of(weights, "symmetric", True)
     inputs = activations_of(group)
     return Int4Weights(*group.modules, inputs=inputs, packing=packing, group=size, has_zeros=has_zeros)
@@ -392,14 +341,3 @@ def _modelopt(found: dict[str, Any]) -> Format:
     size = int(found.get("group_size") or 128)
     plain = unquantized(found, "ignore", "exclude_modules")
     return Int4Weights(*plain, packing="modelopt", group=size, has_zeros=False)
-
-
-# Packing formats of auto-round 0.16.1, and the tensors that they are. Only those of auto_gptq have zero points less 1.
-_AUTO_ROUND: dict[str, Packing] = {
-    "auto_round:auto_gptq": "gptq",
-    "auto_round:gptq": "gptq",
-    "auto_round:auto_awq": "awq",
-    "auto_round:awq": "awq",
-    "auto_round:gptqmodel": "gptq_v2",
-    "auto_round": "gptq_v2",
-}

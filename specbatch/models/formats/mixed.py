@@ -5,6 +5,7 @@
   `export/quant_utils.py`
 * compressed-tensors: several `config_groups`, whose `targets` are names of modules, regular expressions after "re:", or
   classes of modules; names count before classes. vllm-project/compressed-tensors, `match_targets`
+* GPTQ, AWQ and auto-round: `gptq`. AMD Quark: `quark`
 
 Each weight is stored, loaded and multiplied as its own format has it.
 """
@@ -13,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from specbatch.errors import refuse
-from specbatch.models.formats.format import PATTERN, Format, Shape, Shapes, Source, matches
+from specbatch.models.formats.format import Format, Shape, Shapes, Source, is_pattern, matches
 
 if TYPE_CHECKING:
     import torch
@@ -31,12 +32,14 @@ CLASSES = ("Linear",)  # of modules that have weights
 @dataclass(frozen=True)
 class MixedWeights(Format):
     """members: the formats, with the same modules that are not quantized; targets: names of modules, patterns and
-    classes, of each its member, in the order of the config: the first pattern that fits counts."""
+    classes, of each its member, in the order of the config: the first pattern that fits counts. known: members of
+    modules that were compared with the patterns, which a table of an entry per module has by the thousand."""
 
     name: ClassVar[str] = "mixed"
 
     members: tuple[Format, ...] = ()
     targets: tuple[tuple[str, int], ...] = ()
+    known: dict[str, int | None] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of_targets(cls, found: Sequence[tuple[Format, Sequence[str]]]) -> Format:
@@ -70,12 +73,14 @@ class MixedWeights(Format):
             if (found := by_name.get(".".join(parts[:end]))) is not None:
                 return found
         module = ".".join(parts)
-        return next((place for pattern, place in patterns if matches(pattern, module)), rest)
+        if module not in self.known:
+            self.known[module] = next((place for pattern, place in patterns if matches(pattern, module)), rest)
+        return self.known[module]
 
     @cached_property
     def _places(self) -> tuple[dict[str, int], list[tuple[str, int]], int | None]:
         """The format by the name of a module, by pattern, and that of all others."""
-        patterns = [pair for pair in self.targets if pair[0].startswith(PATTERN) or "*" in pair[0]]
+        patterns = [pair for pair in self.targets if is_pattern(pair[0])]
         rest = next((place for target, place in self.targets if target in CLASSES), None)
         return dict(self.targets), patterns, rest
 
@@ -100,7 +105,9 @@ class MixedWeights(Format):
         return None if self._member(weight) is None else self.of(weight).types_of(name)
 
     def is_unused(self, name: str) -> bool:
-        return any(form.is_unused(name) for form in self.members)
+        weight = self.weight_of(name)
+        members = self.members if weight is None else (self.of(weight),)
+        return any(form.is_unused(name) for form in members)
 
     def is_idle(self, name: str, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> bool:
         return any(form.is_idle(name, found, tensor) for form in self.members)

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from specbatch.errors import SpecbatchError
 from specbatch.files.config_values import names_of, table_of
 from specbatch.models.formats.cache_scales import cache_type
 from specbatch.models.formats.eight_bits import Int8Weights
 from specbatch.models.formats.format import Format, Group
 from specbatch.models.formats.fp4 import Mxfp4Matrices, Nvfp4Weights
 from specbatch.models.formats.fp8 import FP8Weights
+from specbatch.models.formats.gptq import read_auto_round, read_awq, read_gptq
 from specbatch.models.formats.int4 import Int4Weights
 from specbatch.models.formats.mixed import MixedWeights
 from specbatch.models.formats.mxfp4 import Mxfp4Weights
-from specbatch.models.formats.settings import KEY, check_patterns, expect, refuse_setting, unquantized
+from specbatch.models.formats.quark import read_quark
+from specbatch.models.formats.settings import KEY, check_patterns, expect, of_entry, refuse_setting, unquantized
 
 # What describes quantized weights, of methods that may quantize the KV cache alone.
 _MIXED, _LAYERS = "MIXED_PRECISION", "quantized_layers"
@@ -49,6 +50,11 @@ def format_of(config: dict[str, Any], own: tuple[str, ...] = ()) -> Format | Non
     readers: dict[str, Callable[[dict[str, Any]], Format]] = {
         "compressed-tensors": _compressed_tensors,
         "modelopt": _modelopt,
+        "awq": read_awq,
+        "gptq": read_gptq,
+        "auto-round": read_auto_round,
+        "intel/auto-round": read_auto_round,  # of older versions
+        "quark": read_quark,
     }
     for form in FORMATS:
         readers |= {name: read for name, read in form.methods().items() if name in own or not form.is_of_family}
@@ -100,12 +106,8 @@ def _modelopt(found: dict[str, Any]) -> Format:
 
 def _of_layer(name: str, layer: dict[str, Any], found: dict[str, Any]) -> Format:
     """The format of an entry of `quantized_layers`, which has the keys of a whole config."""
-    try:
-        return _modelopt({key: value for key, value in found.items() if key not in _OF_ALL} | layer)
-    except SpecbatchError as error:
-        key = str(error.setting).removeprefix(f"{KEY}.")
-        works = str(error.works).partition(";")[0]
-        raise refuse_setting(f"{_LAYERS}.{name}.{key}", error.value, works) from None
+    whole = {key: value for key, value in found.items() if key not in _OF_ALL}
+    return of_entry(f"{_LAYERS}.{name}", _modelopt, whole | layer)
 
 
 def _of_group(group: Group) -> Format:

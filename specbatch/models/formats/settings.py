@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.files.config_values import names_of, spelled, table_of
-from specbatch.models.formats.format import PATTERN, Group, Modules
+from specbatch.models.formats.format import PATTERN, Format, Group, Modules, is_pattern
 
 KEY = "quantization_config"
 
@@ -23,13 +23,36 @@ def unquantized(found: dict[str, Any], *keys: str) -> Modules:
 
 def check_patterns(key: str, names: Iterable[str]) -> list[str]:
     """The patterns among names of modules, which must be regular expressions or have wildcards."""
-    patterns = [name for name in names if name.startswith(PATTERN) or "*" in name]
+    patterns = [name for name in names if is_pattern(name)]
     for pattern in patterns:
         try:
             re.compile(pattern.removeprefix(PATTERN) if pattern.startswith(PATTERN) else "")
         except re.error as error:
             raise refuse_setting(key, pattern, f"it is no regular expression ({error})") from None
     return patterns
+
+
+def entries(
+    found: dict[str, Any], key: str, *works: str, also: Iterable[str] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The entries of a table of layers under `key`, which must have no other settings than these. also: ones that say
+    nothing of the stored weights."""
+    table = table_of(found, key)
+    for name in table:
+        entry = table_of(table, name)
+        for other in sorted(entry.keys() - {*works, *also}):
+            raise refuse_setting(f"{key}.{name}.{other}", entry[other], f"use {', '.join(works)}")
+        yield name, entry
+
+
+def of_entry(where: str, read: Callable[[dict[str, Any]], Format], settings: dict[str, Any]) -> Format:
+    """The format that `read` finds in the settings of an entry at `where`, which error messages name."""
+    try:
+        return read(settings)
+    except SpecbatchError as error:
+        key = str(error.setting).removeprefix(f"{KEY}.")
+        works = str(error.works).partition(";")[0]
+        raise refuse_setting(f"{where}.{key}", error.value, works) from None
 
 
 def packing_of(group: Group, *works: str) -> str:

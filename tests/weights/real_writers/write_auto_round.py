@@ -14,15 +14,22 @@ from safetensors.torch import load_file
 from tiny_llama import by_identity, calibration, keep, write_model
 from transformers import AutoModelForCausalLM, AutoRoundConfig, AutoTokenizer
 
+MIXED = {  # names and parts of names
+    "model.layers.1.mlp.down_proj": {"bits": 16},
+    "layers.0.self_attn": {"group_size": 64},
+    "model.layers.1.self_attn.q_proj": {"bits": 8},
+    "model.layers.0.mlp.up_proj": {"bits": 8, "group_size": 64},
+}
 KINDS = {  # name -> format, symmetric
     "auto-round-gptq": ("auto_round", True),  # packing_format auto_round:auto_gptq
     "auto-round-awq": ("auto_round:auto_awq", True),
     "auto-round-asymmetric": ("auto_round", False),  # packing_format auto_round:auto_awq
     "auto-round-gptq-asymmetric": ("auto_round:auto_gptq", False),
     "auto-round-gptqmodel": ("auto_round:gptqmodel", False),  # zero points as they are
-    "auto-round-mixed": ("auto_round", True),  # a layer of 16 bits
+    "auto-round-mixed": ("auto_round", True),  # with `extra_config`
     "auto-round-as-gptq": ("auto_gptq", True),
     "auto-round-as-awq": ("auto_awq", True),
+    "auto-round-as-gptq-mixed": ("auto_gptq", True),  # with `dynamic`
 }
 
 
@@ -32,7 +39,7 @@ def main(out: Path, names: list[str]) -> None:
         with TemporaryDirectory() as folder:
             plain = write_model(Path(folder, "plain"))
             model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float16)
-            layers = {"model.layers.1.mlp.down_proj": {"bits": 16}} if name.endswith("mixed") else None
+            layers = MIXED if name.endswith("mixed") else None
             tool = AutoRound(
                 model, AutoTokenizer.from_pretrained(plain), bits=4, group_size=32, sym=symmetric, iters=2, nsamples=8,
                 seqlen=64, batch_size=4, dataset=list(calibration().split(1)), device_map="cpu", layer_config=layers,

@@ -18,6 +18,14 @@ from safetensors.torch import load_file  # noqa: E402
 from tiny_llama import calibration, each, keep, write_model  # noqa: E402
 
 AWQ: dict[str, Any] = {"quant_method": METHOD.AWQ, "format": FORMAT.GEMM}
+# Rules for layers: "-:" counts first, wherever it stands, then the first that fits.
+DYNAMIC = {
+    r"+:.*\.1\.mlp\.down_proj": {"bits": 8, "sym": False},
+    r"+:.*down_proj": {"bits": 8},
+    r"-:.*layers\.1\.self_attn\.o_proj": {},
+    r".*layers\.0\.mlp": {"group_size": 64, "sym": False},
+    r"+:.*\.1\..*[qk]_proj$": {"desc_act": True, "damp_percent": 0.02},
+}
 KINDS: dict[str, dict[str, Any]] = {
     "gptqmodel": {},
     "gptqmodel-asymmetric": {"sym": False},
@@ -25,6 +33,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "gptqmodel-v2-asymmetric": {"format": FORMAT.GPTQ_V2, "sym": False},
     "gptqmodel-desc-act": {"desc_act": True},
     "gptqmodel-8-bits": {"bits": 8},
+    "gptqmodel-dynamic": {"dynamic": DYNAMIC},
     "gptqmodel-awq": AWQ,
     "gptqmodel-awq-zero-points": AWQ | {"sym": False},
 }
@@ -40,15 +49,16 @@ def main(out: Path, names: list[str]) -> None:
                 [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in calibration().split(1)]
             )
             model.save(str(written))
-            if name.endswith("8-bits"):  # refused
-                keep(written, out / name, None)
-            else:
-                keep(written, out / name, awq_weights(written) if "awq" in name else weights(written))
+            keep(written, out / name, awq_weights(written) if "awq" in name else weights(written))
 
 
 def weights(written: Path) -> dict[str, torch.Tensor]:
     read = GPTQModel.load(str(written), device="cpu", backend=BACKEND.TORCH, dtype=torch.float16).model
-    return each(torch.nn.Module.float(read), lambda layer: layer.dequantize_weight().T.float())
+
+    def weight(layer: Any) -> torch.Tensor:
+        return layer.weight if isinstance(layer, torch.nn.Linear) else layer.dequantize_weight().T.float()
+
+    return each(torch.nn.Module.float(read), weight)
 
 
 def awq_weights(written: Path) -> dict[str, torch.Tensor]:
