@@ -88,8 +88,8 @@ def _pack_quantized(stem: str, values: Any, zeros: Any, scales: Any, symmetric: 
     return packed | {f"{stem}.weight_scale": scales, f"{stem}.weight_shape": torch.tensor(values.shape)}
 
 
-def int8(group: int, *, packed: bool = False, symmetric: bool = True) -> Store:
-    """group: -1 is all inputs."""
+def int8(group: int, *, packed: bool = False, symmetric: bool = True, gptq: int | None = None) -> Store:
+    """group: -1 is all inputs; gptq: as GPTQ stores it, and what its zero points are less."""
 
     def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
         out, inner = weight.shape
@@ -100,6 +100,11 @@ def int8(group: int, *, packed: bool = False, symmetric: bool = True) -> Store:
         values = (groups / scales[..., None] + zeros[..., None]).round().clamp(-128, 127)
         meant = ((values - zeros[..., None]) * scales[..., None]).view(out, inner)
         values, order = values.view(out, inner).int(), (0, 1, 2, 3)
+        if gptq is not None:
+            parts = {"qweight": words(values + 128, order).t(), "scales": scales.t()}
+            parts |= {"qzeros": words(zeros.int().t() + 128 - gptq & 255, order)}
+            parts |= {"g_idx": torch.arange(inner, dtype=torch.int32) // (inner // scales.shape[1])}
+            return {name.replace("weight", part): tensor.contiguous() for part, tensor in parts.items()}, meant
         found = {f"{name}_packed": words(values + 128, order)} if packed else {name: values.to(torch.int8)}
         if not symmetric:
             stored = words(zeros.int().t() + 128, order).t().contiguous() if packed else zeros.to(torch.int8)
@@ -216,6 +221,19 @@ FORMATS: dict[str, tuple[dict[str, Any], Store]] = {
 _INT8: dict[str, Any] = {"type": "int", "num_bits": 8}
 _FP4: dict[str, Any] = {"type": "float", "num_bits": 4, "symmetric": True}
 _MODELOPT = {"quant_method": "modelopt", "exclude_modules": ["lm_head"]}
+# Settings of a layer of Quark.
+QUARK: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+        "input_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"},
+    },
+    "fp8 per channel": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}, "input_tensors": None},
+    "mxfp4": {
+        "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
+        "input_tensors": {"dtype": "fp4", "is_dynamic": True},
+    },
+    "none": {"weight": None, "input_tensors": None},
+}
 # The same of those that no kernel of a GPU reads, or that differ from `FORMATS` in their tensors only.
 MORE: dict[str, tuple[dict[str, Any], Store]] = {
     "W8A8": (_packed("int-quantized", {"type": "int", "num_bits": 8}, strategy="channel", **_INT8), int8(-1)),
@@ -227,6 +245,12 @@ MORE: dict[str, tuple[dict[str, Any], Store]] = {
     "W8A16 asymmetric": (
         _packed("pack-quantized", strategy="channel", symmetric=False, **_INT8),
         int8(-1, packed=True, symmetric=False),
+    ),
+    "W8A16 of GPTQ": (_GPTQ | {"bits": 8, "sym": True}, int8(32, gptq=1)),
+    "W8A16 of GPTQ, asymmetric": (_GPTQ | {"bits": 8, "group_size": -1}, int8(-1, symmetric=False, gptq=1)),
+    "W8A16 of GPTQ v2": (
+        _GPTQ | {"bits": 8, "group_size": 16, "checkpoint_format": "gptq_v2"},
+        int8(16, symmetric=False, gptq=0),
     ),
     "NVFP4A16": (_packed("nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **_FP4), fp4("nvfp4")),
     "NVFP4 of ModelOpt": (_MODELOPT | {"quant_algo": "NVFP4"}, fp4("nvfp4", modelopt=True)),
@@ -240,6 +264,7 @@ MORE: dict[str, tuple[dict[str, Any], Store]] = {
         _packed("int-quantized", _TOKEN, type="int", num_bits=4, strategy="group", group_size=64, symmetric=False),
         int4("int-quantized", 64),
     ),
+    "MXFP4 of Quark": ({"quant_method": "quark", "global_quant_config": QUARK["mxfp4"]}, fp4("mxfp4", modelopt=True)),
     "INT4 of ModelOpt": (
         _MODELOPT | {"quant_algo": "W4A16_AWQ", "group_size": 32},
         int4("modelopt", 32, symmetric=True),

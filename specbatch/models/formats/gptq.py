@@ -98,7 +98,7 @@ def read_auto_round(found: dict[str, Any]) -> Format:
     key, layers, plain = "extra_config", [], []
     for name, entry in entries(found, key, *_EXTRA):
         target = name if re.fullmatch(r"[\w.]+", name) else f"{PATTERN}.*(?:{name})"
-        check_patterns(key, [target])
+        check_patterns(key, [PATTERN + name, target])
         if entry.get("bits") in _UNQUANTIZED:
             plain.append(target)
         elif entry:

@@ -104,18 +104,9 @@ def packed(kind: str, bits: int, form: str = "pack-quantized", **weights: Any) -
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
 
 
-def quark(**weight: Any) -> dict[str, Any]:
-    weight = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"} | weight
-    return {"quant_method": "quark", "global_quant_config": {"weight": weight, "input_tensors": None}}
-
-
 TWO = scheme()
 TWO["config_groups"]["group_1"] = {"weights": {"num_bits": 8, "type": "float", "strategy": "block"}}
 AWQ, GPTQ, PACKED = (FORMATS[form][0] for form in ("awq", "gptq", "symmetric"))
-AUTO_ROUND = {
-    "quant_method": "auto-round", "bits": 4, "group_size": 32, "data_type": "int", "sym": True,
-    "packing_format": "auto_round:auto_gptq",
-}  # fmt: skip
 PACKED_GROUP = PACKED["config_groups"]["group_0"]
 IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.layers.1.self_attn"]}
 
@@ -146,19 +137,6 @@ IGNORING = scheme() | {"ignore": ["re:.*mlp.(gate|up)_proj", "lm_head", "model.l
         (GPTQ | {"format": "bitblas"}, "format='bitblas': it must be 'gptq' or 'gptq_v2'"),
         (AWQ | {"group_size": 48}, "group_size=48: it must be 32 or 64 or 128 or -1"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
-        (GPTQ | {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic=.*quantized in one way"),
-        (AUTO_ROUND | {"bits": 8}, "bits=8: it must be 4"),
-        (AUTO_ROUND | {"data_type": "mx_fp"}, "data_type='mx_fp': it must be 'int'"),
-        (AUTO_ROUND | {"act_bits": 8}, "act_bits=8"),
-        (AUTO_ROUND | {"packing_format": "auto_round:mlx"}, "packing_format='auto_round:mlx': it must be 'auto_round"),
-        (AUTO_ROUND | {"packing_format": None}, "packing_format=None: it must be 'auto_round:auto_gptq' or"),
-        (AUTO_ROUND | {"extra_config": {"a": {"bits": 8}}}, "extra_config.a.bits=8: it must be 16 or 32"),
-        (AUTO_ROUND | {"extra_config": {"(a": {"bits": 16}}}, r"extra_config='re:\(a': it is no regular expression"),
-        (AUTO_ROUND | {"rotation_config": {"a": 1}}, "rotation_config="),
-        (quark(dtype="fp4"), "global_quant_config.weight.dtype='fp4': it must be 'fp8_e4m3'"),
-        (quark(qscheme="per_group"), "global_quant_config.weight.qscheme='per_group': it must be 'per_tensor'"),
-        (quark() | {"layer_quant_config": {"a": {"weight": {}}}}, "layer_quant_config=.*quantized in one way"),
-        (quark() | {"export": {"weight_format": "fake_quantized"}}, "export.weight_format='fake_quantized'"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ': it must be 'FP8'"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "group_size=32: it must be 16"),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "has_zero_point": True}, "has_zero_point=True"),
@@ -178,15 +156,3 @@ def test_ignored_modules_are_not_quantized() -> None:
     scaled = {name for name in tensor_shapes(config) if name.endswith("_scale")}
     attention = {f"model.layers.0.self_attn.{part}_proj.weight_scale" for part in "qkvo"}
     assert scaled == attention | {f"model.layers.{layer}.mlp.down_proj.weight_scale" for layer in range(2)}
-
-
-def test_layers_that_auto_round_left_unquantized() -> None:
-    """By name or regular expression."""
-    layers = {
-        "model.layers.0.mlp.up_proj": {"bits": 16, "data_type": "float"},
-        r".*layers\.1\.(mlp|self).*": {"bits": 16},
-    }
-    config = ModelConfig.from_dict(LLAMA | {"quantization_config": AUTO_ROUND | {"extra_config": layers}})
-    scaled = {name.removesuffix(".scales") for name in tensor_shapes(config) if name.endswith(".scales")}
-    parts = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.gate_proj", "mlp.down_proj"]
-    assert scaled == {f"model.layers.0.{part}" for part in parts}
