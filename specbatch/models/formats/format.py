@@ -6,7 +6,8 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 from specbatch.errors import SpecbatchError
@@ -303,6 +304,10 @@ def is_pattern(name: str) -> bool:
 
 def matches(pattern: str, module: str) -> bool:
     """Whether a regular expression after "re:", or a name with wildcards, is that of a module."""
-    if pattern.startswith(PATTERN):
-        return re.match(pattern.removeprefix(PATTERN), module) is not None
-    return fnmatchcase(module, pattern)
+    return _expression(pattern).match(module) is not None
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    """Tables have more of them than `re` remembers."""
+    return re.compile(pattern.removeprefix(PATTERN) if pattern.startswith(PATTERN) else translate(pattern))
