@@ -248,10 +248,6 @@ MORE: dict[str, tuple[dict[str, Any], Store]] = {
     ),
     "W8A16 of GPTQ": (_GPTQ | {"bits": 8, "sym": True}, int8(32, gptq=1)),
     "W8A16 of GPTQ, asymmetric": (_GPTQ | {"bits": 8, "group_size": -1}, int8(-1, symmetric=False, gptq=1)),
-    "W8A16 of GPTQ v2": (
-        _GPTQ | {"bits": 8, "group_size": 16, "checkpoint_format": "gptq_v2"},
-        int8(16, symmetric=False, gptq=0),
-    ),
     "NVFP4A16": (_packed("nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **_FP4), fp4("nvfp4")),
     "NVFP4 of ModelOpt": (_MODELOPT | {"quant_algo": "NVFP4"}, fp4("nvfp4", modelopt=True)),
     "MXFP4A16": (_packed("mxfp4-pack-quantized", strategy="group", group_size=32, **_FP4), fp4("mxfp4")),

@@ -85,11 +85,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Store]] = {
         f"dynamic, {model}": (model, GPTQ | {"dynamic": rules}, by_layer(GPTQ, "gptq", settings))
         for model, (rules, settings) in DYNAMIC.items()
     },
-    "dynamic, v2": (
-        "llama",
-        GPTQ | {"checkpoint_format": "gptq_v2", "dynamic": DYNAMIC["llama"][0]},
-        by_layer(GPTQ, "gptq_v2", DYNAMIC["llama"][1]),
-    ),
     "dynamic of AWQ": (
         "llama",
         AWQ | {"dynamic": {"+:.*(mlp|q_proj)": {"group_size": 64, "sym": True}}},
