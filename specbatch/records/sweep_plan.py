@@ -5,10 +5,9 @@ folder/sweep.json, folder/<configuration>/c<concurrency>/r<repeat>/record.json, 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, Self
 
@@ -64,7 +63,7 @@ class Rounds(Protocol):
 class Options(Rounds, Protocol):
     """The options of a sweep, as far as its plan depends on them.
 
-    workload: a dataclass with its prompts in `rows`; all fields with repr belong to the plan.
+    workload: a dataclass with the hash of its prompts in `rows_sha256`; all fields with repr belong to the plan.
     """
 
     @property
@@ -128,13 +127,12 @@ def _points(
 def plan_of(configurations: Mapping[str, Described], options: Options) -> dict[str, Any]:
     """Everything that the points of a sweep are made from, as JSON. Prompts are represented by their hash."""
     workload = options.workload
-    rows = json.dumps([asdict(row) for row in workload.rows])
     plan = {
         "configurations": {name: config.as_dict() for name, config in configurations.items()},
         "concurrency": options.concurrency,
         "repeats": options.repeats,
         "workload": {item.name: getattr(workload, item.name) for item in fields(workload) if item.repr},
-        "rows_sha256": hashlib.sha256(rows.encode()).hexdigest(),
+        "rows_sha256": workload.rows_sha256,
     }
     found: dict[str, Any] = json.loads(json.dumps(plan, default=str))
     return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import counted, reporting
 from specbatch.progress.bars import NotedReport
-from specbatch.records.sweep_plan import Described, begin, points
+from specbatch.records.sweep_plan import Described, begin, check_plan, plan_of, points
 from specbatch.sweeps.report.notes import losses_of
 from specbatch.sweeps.report.parts import folders_of, label_of, write_parts
 from specbatch.sweeps.report.points import load_records
@@ -87,7 +87,7 @@ def parts_of(options: SweepOptions, axis: str, values: Iterable[Any]) -> dict[st
     if axis == "input_len" and options.workload.long_text is not None:
         longest = max(options.workload.window, *(own[axis] for own in works.values()))
         works = {label: own | {"window": longest} for label, own in works.items()}
-    return {label: replace(options, workload=replace(options.workload, **own)) for label, own in works.items()}
+    return {label: replace(options, workload=options.workload.varied(**own)) for label, own in works.items()}
 
 
 def run_parts(
@@ -114,6 +114,9 @@ def run_parts(
     if server is not None:
         fit = {server.model: server.config}
 
+    for path, one in each.items():  # fail before a part has run for hours, not after
+        check_plan(path, plan_of(fit, one))
+
     def run() -> None:
         if server is None:
             workloads = {path: Benchmark(one) for path, one in each.items()}
@@ -135,7 +138,7 @@ def run_parts(
             for path in begun:
                 write_summary(path)
             for path in each.keys() - begun if begun else ():  # named as unfinished
-                begin(path, Benchmark(each[path]).plan(fit))
+                begin(path, plan_of(fit, each[path]))
             found = write_parts(folder, axis=axis)
     return found
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import random
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -181,11 +183,34 @@ class Workload:
     )
     read_task: TaskReader | None = field(default=None, repr=False, compare=False)
     rows: tuple[Prompt, ...] = field(default=(), init=False, repr=False)  # of a dataset of text
+    rows_sha256: str = field(default="", init=False, repr=False)
     stop: tuple[str, ...] = field(default=(), init=False)  # texts that end its answers
     long_text: LongText | None = field(default=None, init=False, repr=False)
     files_sha256: str | None = field(default=None, init=False)  # of long text
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "long_text", LongText.named(self.dataset))
+        self._check()
+        if self.long_text is not None:
+            object.__setattr__(self, "stop", self.long_text.stop)
+            object.__setattr__(self, "files_sha256", self.long_text.digest())
+        elif not self.is_random:
+            self._read()
+        self._check_with_rows()
+        rows = json.dumps([{item.name: getattr(row, item.name) for item in fields(row)} for row in self.rows])
+        object.__setattr__(self, "rows_sha256", hashlib.sha256(rows.encode()).hexdigest())
+
+    def varied(self, **own: Any) -> Workload:
+        """With other values of fields that its rows do not depend on. Its files are not read again."""
+        found = copy(self)
+        for name, value in own.items():
+            object.__setattr__(found, name, value)
+        found._check()
+        found._check_with_rows()
+        return found
+
+    def _check(self) -> None:
+        """Refuse settings, whatever the rows are."""
         for name in ("input_len", "output_len", "shared_len"):
             check_length(name, getattr(self, name))
         for name in ("prompts_per_concurrency", "least_prompts", "groups", "group_prompts"):
@@ -217,7 +242,6 @@ class Workload:
                 str(self.data),
                 "goes with the data sets gsm8k, sharegpt and lm-eval:TASK; name another file as the data set itself",
             )
-        object.__setattr__(self, "long_text", LongText.named(self.dataset))
         if self.window and (self.long_text is None or self.window < bounds(self.input_len)[0]):
             raise refuse("window", self.window, "goes with long text, and is at least input_len; leave it out")
         if self.scramble not in SCRAMBLES:
@@ -235,25 +259,39 @@ class Workload:
             self._refuse_given("are continued as they are")
             if not isinstance(self.input_len, int):
                 raise refuse("input_len", shown(self.input_len), "prompts of long text have one length; give a number")
-            object.__setattr__(self, "stop", self.long_text.stop)
-            object.__setattr__(self, "files_sha256", self.long_text.digest())
-            return
-        if self.has_own_lengths:
-            if self.data is None:
-                raise refuse("dataset", SHAREGPT, "name its file with data=ShareGPT_V3_unfiltered_cleaned_split.json")
+        if self.has_own_lengths and self.data is None:
+            raise refuse("data", None, f"{SHAREGPT} is not bundled; name ShareGPT_V3_unfiltered_cleaned_split.json")
+
+    def _read(self) -> None:
+        """Read the rows, and refuse what they set themselves."""
+        if self.data is not None and self.has_own_lengths:
             rows, stop = list[Prompt](read_sharegpt(self.data, self.seed)), tuple[str, ...]()
         else:
             form = {"as_messages": bool(self.chat_template), "replay": self.replay}
             rows, stop = read_dataset(self.dataset, self.data, self.read_task, **form)
-        rows = self._of_turns(of_categories(rows, self.category))
+        rows = of_categories(rows, self.category)
+        if self.turns is not None:
+            at_least("turns", self.turns, 1)
+            if not any(row.later for row in rows):
+                raise refuse("turns", self.turns, "the prompts have a single turn; leave it out")
+            rows = [replace(row, later=row.later[: self.turns - 1]) for row in rows]
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "rows", tuple(row.as_message() if self.chat_template else row for row in rows))
         check_rows(self.rows, self.data or self.dataset, self._params)
+
+    def _check_with_rows(self) -> None:
+        """Refuse settings that do not go with the rows."""
         if self.thinking is not None and not self.is_rendered:
             works = "no prompt is rendered by a chat template, which has that switch; add chat_template=True"
             raise refuse("thinking", self.thinking, works)
-        if self.scramble != SCRAMBLES[0] and self.most_turns > 1:
+        if self.most_turns == 1:
+            return
+        if self.scramble != SCRAMBLES[0]:
             raise refuse("scramble", self.scramble, "later turns are rendered from text; use turns=1")
+        if self.is_open:
+            works = "later turns wait for answers and cannot arrive by a clock; use turns=1"
+            name, value = ("burst", "all") if self.burst == 0 else ("request_rate", self.request_rate)
+            raise refuse(name, value, works)
 
     def _refuse_given(self, why: str) -> None:
         for name in ("chat_template", "thinking", "category", "turns"):
@@ -386,7 +424,7 @@ class Workload:
         how = {"chat_template": self.chat_template is not False, "thinking": self.thinking}
         rows = tuple(with_lengths(self.rows, tokenizer, count, longest, **how))
         if not rows:
-            works = f"of {LEAST_TOKENS} tokens or more each, that fit into max_model_len={longest} together"
+            works = f"of {LEAST_TOKENS} tokens or more each, that fit into a context of {longest} tokens together"
             raise refuse("data", str(self.data), f"has no conversation with a prompt and an answer {works}")
         found = copy(self)
         object.__setattr__(found, "rows", rows)
@@ -418,17 +456,3 @@ class Workload:
         """What the chat template renders as the first `count` prompts; None for those of another kind."""
         rows = [row.value if row.form == "messages" and self.chat_template is not False else None for row in self.rows]
         return [rows[index % len(rows)] for index in range(count)] if rows else [None] * count
-
-    def _of_turns(self, rows: list[Prompt]) -> list[Prompt]:
-        """The rows with as many turns as are asked."""
-        if self.turns is not None:
-            at_least("turns", self.turns, 1)
-            if not any(row.later for row in rows):
-                raise refuse("turns", self.turns, "the prompts have a single turn; leave it out")
-            rows = [replace(row, later=row.later[: self.turns - 1]) for row in rows]
-        if self.is_open and any(row.later for row in rows):
-            works = "later turns wait for answers and cannot arrive by a clock; use turns=1"
-            if self.burst == 0:
-                raise refuse("burst", "all", works)
-            raise refuse("request_rate", self.request_rate, works)
-        return rows
