@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -188,6 +189,20 @@ def test_dry_run_loads_and_writes_nothing(run):
     assert [line.split("|")[3].strip() for line in lines if line.startswith("| v1 ")] == ["2", "2"]  # repeats
     assert "12 points, about " in result.stdout
     assert any(line.startswith("* v2: ") and "KV pages" in line for line in lines)
+
+
+def test_each_of_several_models_has_its_finished_points(run, known_speeds):
+    words = "sweep --concurrency 1 --repeats 1 --input-len 8 --least-prompts 1 --configs grid.toml"
+    Path("grid.toml").write_text('[baseline]\nspec = "off"\n')
+    run(f"{words} --output-len 3 --seed 7 --out out/toy-1")
+    Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [7, 8]\n')
+    shown = run(f"{words} --output-len 3 --seed 7 --out out --dry-run").stdout
+    assert re.findall(r"model (.*):$", shown, re.MULTILINE) == ["toy-1", "toy-2"]
+    assert re.findall(r"(\d) points?, about", shown) == ["0", "1"]
+    for more in ("", "--dry-run"):
+        result = run(f"{words} --output-len 4 --seed 7 --out out {more}", exit_code=2)
+        assert "--output='out/toy-1': is of a sweep with another --output-len (3 there, 4 now)" in result.stderr
+    assert not Path("out/toy-2").exists()
 
 
 def test_dry_run_lists_points_of_servers_without_times(run, known_speeds):
