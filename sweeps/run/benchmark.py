@@ -57,8 +57,10 @@ class SweepOptions(Rounds):
 
     def fitted(self, configs: Configs) -> dict[str, EngineConfig | Server]:
         """Engines as long as the workload's prompts and answers, unless they were asked to be longer. Servers are as
-        they are."""
+        they are. Refused: rows with parameters that are not sent to these."""
         own = engines_of(configs)
+        if len(own) < len(configs):
+            self.workload.refuse_unsent()
         most = max(self.concurrency)
         if self.until_precise is not None and len(configs) < 2:
             works = "a ratio needs a configuration to compare with; use at least two, or repeats=3"

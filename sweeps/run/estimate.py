@@ -42,11 +42,10 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. A
     point takes at least as long as its prompts take to arrive. Refused: engines that do not fit.
     """
+    fit = options.fitted(configs)
     if folder is not None:
-        check_plan(folder, plan_of(options.fitted(configs), options))
-    if len(engines_of(configs)) < len(configs):
-        options.workload.refuse_unsent()
-    found = _planned(configs, options)
+        check_plan(folder, plan_of(fit, options))
+    found = _planned(fit, options)
     plans = {name: plan for name, (_, plan, _) in found.items()}
     first, largest, share = next(iter(found.values()))
     work, tokenizer = options.workload, first.target.tokenizer()
@@ -87,14 +86,13 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {time_text(total)} ({start}{servers})\n"
 
 
-def _planned(configs: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, MemoryPlan, MemoryShare]]:
+def _planned(fit: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, MemoryPlan, MemoryShare]]:
     """Each engine (one replica) with the memory that it would get, and its share. Refused: what `check` refuses, and
     engines that do not fit."""
     from specbatch.engine.setup.memory_plan import memory_plan
     from specbatch.replicas.engine import of_one
 
     found: dict[str, tuple[Prepared, MemoryPlan, MemoryShare]] = {}
-    fit = options.fitted(configs)
     prepared = check(fit)
     for group in groups_of(engines_of(fit)):
         share = shares_of(group)[0]

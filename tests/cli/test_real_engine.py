@@ -219,7 +219,7 @@ def test_dry_run_lists_points_of_servers_without_times(run, known_speeds):
 def test_a_dry_run_refuses_rows_that_are_not_sent_to_a_server(run, sampling):
     Path("grid.toml").write_text('[ours]\nspec = "off"\n[vllm]\nengine = "http"\nbase-url = "http://127.0.0.1:9"\n')
     write_prompts("x", {"prompt": "y", "sampling": sampling})
-    for more in ("--dry-run", ""):
+    for more in ("--dry-run", "", "--request-rate 5,6"):
         words = f"--dataset in.jsonl --configs grid.toml --concurrency 1 --repeats 1 --output-len 4 --out out {more}"
         assert (
             f":2': sampling: {next(iter(sampling))} is not sent to a server"
