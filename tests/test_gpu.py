@@ -22,7 +22,7 @@ from specbatch import Engine
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.schedule.draft_length import Choice, DraftLength
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.run import run_check

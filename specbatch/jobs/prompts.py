@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.field_errors import did_you_mean
-from specbatch.core.request import SamplingParams
-from specbatch.core.sampling_params import FOREIGN_NAMES
+from specbatch.core.sampling_params import FOREIGN_NAMES, SamplingParams
 from specbatch.errors import SpecbatchError, refuse, refuse_json, shown_json
 from specbatch.files.text_files import UnreadableError
 from specbatch.jobs.input_version import InputVersion

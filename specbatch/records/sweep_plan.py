@@ -18,8 +18,9 @@ from specbatch.files.atomic_file import write_atomic, writing
 from specbatch.files.text_files import read_json
 from specbatch.records.differences import describe_differences
 from specbatch.records.run_record import RunRecord
-from specbatch.records.schema import Positive, Table, checked
+from specbatch.records.schema import Positive, Table
 from specbatch.records.store import RECORD
+from specbatch.records.validation import checked
 
 PLAN = "sweep.json"
 LEFT_OUT = "left_out.json"  # of an evaluation in several configurations: why some were not measured

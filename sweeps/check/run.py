@@ -15,7 +15,7 @@ from pathlib import Path
 
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.engine.interface import InferenceEngine
 from specbatch.errors import counted, refuse
 from specbatch.memory.planner import MemoryShare

@@ -20,7 +20,8 @@ import torch
 
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref

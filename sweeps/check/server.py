@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.errors import refuse
 from specbatch.progress.bars import Report
-from specbatch.servers.engine import LLAMACPP, HttpEngine
+from specbatch.servers.engine import HttpEngine
 from specbatch.servers.replies import WITH_IDS, Question, Reply, Shown, Token, ask
+from specbatch.servers.served_model import LLAMACPP
 from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.compared import TextOf, bound_of, compare, most_of, noise
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions

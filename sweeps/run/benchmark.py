@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import about, counted, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.records.run_record import RunRecord

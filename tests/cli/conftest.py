@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import Completion, RequestMetrics, SamplingParams
+from specbatch.core.completion import Completion, RequestMetrics
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.requests.open_requests import StreamEvent
 from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare

@@ -16,7 +16,7 @@ from watched_calls import Watch
 from specbatch import Engine, SpecbatchError, weights
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.feature_head import FeatureChain
 from specbatch.engine.device.device_worker import DeviceWorker

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.jobs.formats import BadRow
 from specbatch.jobs.openai_batch import OpenAIBatch, is_openai_batch
 

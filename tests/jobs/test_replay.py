@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.replay import read_replay
 from specbatch.sweeps.run.conversations import ask, longest
