@@ -231,7 +231,7 @@ class Sampling(Table):
 
 
 class PointWorkload(Workload):
-    """Of a point of a sweep (`sweeps.workload.workloads.Workload.describe`)."""
+    """Of a point of a sweep (`sweeps.workload.description.describe`)."""
 
     configuration: Annotated[str, Field(min_length=1)]
     concurrency: Positive

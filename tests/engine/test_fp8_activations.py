@@ -236,7 +236,7 @@ def test_graphs_are_captured_with_the_setting(fp8: bool) -> None:
         recordings=lambda: [Item(), Item()],
         batch=SimpleNamespace(device=CPU),
         _fp8=fp8,
-        _deterministic=False,
+        deterministic=False,
         warm_ups=list,
     )
     assert DeviceWorker.record_graphs(worker, lambda done, total: None) == 2
