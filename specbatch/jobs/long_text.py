@@ -71,7 +71,12 @@ class LongText:
         folder = Path(dataset.removeprefix(kind))
         if not folder.is_dir():
             raise refuse("dataset", dataset, f"{folder} is no folder; name one with text files")
-        return cls(kind, folder)
+        found = cls(kind, folder)
+        if not found._files():
+            named = " ".join(_SOURCES) if kind == REPOSITORY else f"{' '.join(_PROSE)} and files such as README"
+            works = f"{folder} has no such file of at most {_MOST_BYTES >> 10} KiB: {named}; name a folder above them"
+            raise refuse("dataset", dataset, works)
+        return found
 
     @property
     def stop(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ def test_each_length_has_a_folder_and_prompts_that_end_alike(sweep, run, tmp_pat
     assert (short["input_len"], long["input_len"], short["window"]) == (20, 40, 40)
     assert short["sources"] == long["sources"]
     assert {source.partition("/")[0] for source in short["sources"]} == {"one", "two"}
-    assert "4 prompts, which end in " in (out / "input-len-20/summary.md").read_text()
+    assert "4 prompts, by what they end in: " in (out / "input-len-20/summary.md").read_text()
     alone = sweep("--input-len 20 --window 40 --output " + str(tmp_path / "alone"))
     assert alone.exit_code == 0, alone.output
     assert workload(tmp_path / "alone")["prompts_sha256"] == short["prompts_sha256"]
