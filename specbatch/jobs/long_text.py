@@ -73,8 +73,8 @@ class LongText:
             raise refuse("dataset", dataset, f"{folder} is no folder; name one with text files")
         found = cls(kind, folder)
         if not found._files():
-            named = " ".join(_SOURCES) if kind == REPOSITORY else f"{' '.join(_PROSE)} and files such as README"
-            works = f"{folder} has no such file of at most {_MOST_BYTES >> 10} KiB: {named}; name a folder above them"
+            read = " ".join(_SOURCES) if kind == REPOSITORY else f"{' '.join(_PROSE)} README LICENSE ..."
+            works = f"no file below {folder} is read, which are {read} of at most {_MOST_BYTES >> 10} KiB; name another"
             raise refuse("dataset", dataset, works)
         return found
 

@@ -1,8 +1,9 @@
 """Recorded conversations, such as those of agents with tool results, asked again turn by turn.
 
 A line of the JSONL file has `messages` as in OpenAI's chat completions, tool calls and results included, and may have
-`tools`, `id`, `category` and `sampling`. Every message of the assistant is a turn: what comes before it is the prompt. The answer
-is measured and dropped, and the next prompt goes on with the recorded message: all engines get the same prompts.
+`tools`, `id`, `category` and `sampling`. Every message of the assistant is a turn: what comes before it is the prompt.
+The answer is measured and dropped, and the next prompt goes on with the recorded message: all engines get the same
+prompts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from specbatch.errors import about, counted, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
-from specbatch.servers.server import Server
 from specbatch.sweeps.report.point_notes import failures
 from specbatch.sweeps.report.points import load_records, precision_of
 from specbatch.sweeps.run.conversations import ask, label, longest
@@ -35,6 +34,7 @@ from specbatch.sweeps.workload.workloads import Workload
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.servers.engine import HttpEngine
+    from specbatch.servers.server import Server
     from specbatch.text.tokenizer import Tokenizer
 
 WARM_UP_TOKENS = 16
@@ -177,7 +177,7 @@ class BenchmarkPrompts:
 
     def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         lengths = self.lengths[: self._workload.count(concurrency)]
-        if not isinstance(engine.config, Server):
+        if "kv_pages" in engine.caps:  # not a server
             check_prompts(engine.check, engine.caps, self._workload, *self._of(concurrency), lengths)
         check_concurrency(name, engine.caps, _replicas(engine), self._workload.held(concurrency), lengths)
 
