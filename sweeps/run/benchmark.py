@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
 from specbatch.core.sampling_params import SamplingParams
+from specbatch.engine.requests.prompt_reader import check_size
 from specbatch.errors import about, counted, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.records.run_record import RunRecord
@@ -178,6 +179,10 @@ class BenchmarkPrompts:
 
     def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         lengths = self.lengths[: self._workload.count(concurrency)]
+        if "kv_pages" in engine.caps:  # not a server
+            check_prompts(
+                cast("InferenceEngine", engine).check, engine.caps, self._workload, *self._of(concurrency), lengths
+            )
         check_concurrency(name, engine.caps, _replicas(engine), self._workload.held(concurrency), lengths)
 
     def warm_up(self, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
@@ -246,6 +251,22 @@ class BenchmarkPrompts:
         """The prompts of a point, and their parameters."""
         count = self._workload.count(concurrency)
         return self.prompts[:count], self.params[:count]
+
+
+def check_prompts(
+    check: Callable[[list[int], SamplingParams, int], None],
+    caps: Mapping[str, Any],
+    workload: Workload,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    lengths: list[int],
+) -> None:
+    """Refuse prompts that an engine cannot run, the last ones of recorded conversations included. check: that of the
+    engine; lengths: of `longest`"""
+    for index, (tokens, wanted, most) in enumerate(zip(prompts, params, lengths, strict=True)):
+        check(tokens, wanted, index)
+        if workload.replay:
+            check_size(caps, most - wanted.max_new_tokens, wanted.max_new_tokens, index)
 
 
 def check_concurrency(name: str, caps: Mapping[str, Any], replicas: int, most: int, lengths: list[int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from specbatch.config.settings import setting
@@ -172,7 +173,7 @@ class WorkloadSettings:
     def is_random(self) -> bool:
         return self.dataset in RANDOM
 
-    @property
+    @cached_property  # its folder is walked
     def long_text(self) -> LongText | None:
         """The long text that prompts are the ends of, if they are. Refused: a folder that does not exist."""
         return LongText.named(self.dataset)
