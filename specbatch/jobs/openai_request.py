@@ -120,7 +120,7 @@ class _ToolCall(_Strict):
     function: _Function
 
 
-_NO_ANNOTATIONS = ("annotations", [])
+_NO_ANNOTATIONS: tuple[str, list[Any]] = ("annotations", [])
 
 
 class Message(_Strict):

@@ -177,8 +177,8 @@ class BenchmarkPrompts:
 
     def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         lengths = self.lengths[: self._workload.count(concurrency)]
-        if "kv_pages" in engine.caps:  # not a server
-            check_prompts(engine.check, engine.caps, self._workload, *self._of(concurrency), lengths)
+        if (check := getattr(engine, "check", None)) is not None:  # a client of a server has none
+            check_prompts(check, engine.caps, self._workload, *self._of(concurrency), lengths)
         check_concurrency(name, engine.caps, _replicas(engine), self._workload.held(concurrency), lengths)
 
     def warm_up(self, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
