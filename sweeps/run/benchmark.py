@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
@@ -179,10 +179,8 @@ class BenchmarkPrompts:
 
     def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         lengths = self.lengths[: self._workload.count(concurrency)]
-        if "kv_pages" in engine.caps:  # not a server
-            check_prompts(
-                cast("InferenceEngine", engine).check, engine.caps, self._workload, *self._of(concurrency), lengths
-            )
+        if (check := getattr(engine, "check", None)) is not None:  # a client of a server has none
+            check_prompts(check, engine.caps, self._workload, *self._of(concurrency), lengths)
         check_concurrency(name, engine.caps, _replicas(engine), self._workload.held(concurrency), lengths)
 
     def warm_up(self, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
