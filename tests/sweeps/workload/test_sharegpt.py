@@ -115,7 +115,7 @@ def test_other_rates_do_not_read_the_file_again(tmp_path: Path) -> None:
 
 
 def test_the_file_may_be_larger_than_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that benchmarks use has 642 MiB."""
+    """The one that benchmarks use has hundreds of MiB."""
     monkeypatch.setitem(LARGEST, "JSON", 20)
     assert workload(tmp_path, talk("ask", "answer")).rows
 
