@@ -12,6 +12,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
@@ -180,7 +181,7 @@ def _workloads(table: Path) -> dict[str, None]:
 
 
 def _short_tables(folder: Path) -> Iterator[str]:
-    """Plot and first tables of sweeps that differ in one thing, up to the tables of every point."""
+    """Plot and first tables of sweeps that differ in one thing, up to the tables of every point; those by turn."""
     if (folder / CONTEXT).exists():
         yield from (f"![Accept length and speedup by input tokens]({CONTEXT})", "")
     table = folder / "summary.md"
@@ -188,6 +189,9 @@ def _short_tables(folder: Path) -> Iterator[str]:
     if EVERY_POINT in text:
         first = text.index("\n\n") + 2  # after the heading
         yield text[first : text.index(EVERY_POINT) - 1]
+    for title, rows in pairwise(text.split("\n\n")):
+        if title.startswith("By turn, "):
+            yield from (title, "", rows, "")
 
 
 def _files(folder: Path) -> Iterable[str]:

@@ -105,6 +105,19 @@ def test_every_page_and_file_is_linked(pages) -> None:
     assert files - texts - linked == set()
 
 
+def test_pages_have_the_plot_and_the_short_tables(tmp_path: Path, pages) -> None:
+    module = importlib.import_module("pages")
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots/context.svg").write_text("<svg/>")
+    table = f"* model: toy\n\nAccept length by input tokens:\n\n| 512 |\n\n{module.EVERY_POINT}\n\n| 1 |\n\n"
+    (tmp_path / "summary.md").write_text(f"{table}By turn, accept length:\n\n| 7 |\n\n| turn |\n")
+    found = "\n".join(module._short_tables(tmp_path))
+    assert found == (
+        "![Accept length and speedup by input tokens](plots/context.svg)\n\n"
+        "Accept length by input tokens:\n\n| 512 |\n\nBy turn, accept length:\n\n| 7 |\n"
+    )
+
+
 def test_plots_by_context_in_the_readme_are_remade(remake) -> None:
     """Their records lie beside them, so that `results/remake.py` makes them again."""
     readme = (RESULTS.parent / "README.md").read_text()

@@ -29,10 +29,13 @@ def across_markdown(title: str, lengths: Mapping[tuple[Any, ...], Mapping[str, s
             ratios.setdefault(place, {})[label] = str(one)
     both = (("Accept length", lengths), ("Speedup over the baseline of the same column", ratios))
     return "\n".join(
-        f"{what} by {title} ({CONFIDENCE:.0%} interval):\n\n{_table(rows, labels)}\n" for what, rows in both if rows
+        f"{what} by {title} ({CONFIDENCE:.0%} interval):\n\n{across_table(rows, labels)}\n"
+        for what, rows in both
+        if rows
     )
 
 
-def _table(rows: Mapping[tuple[Any, ...], Mapping[str, str]], labels: Iterable[str]) -> str:
+def across_table(rows: Mapping[tuple[Any, ...], Mapping[str, str]], labels: Iterable[str]) -> str:
+    """A row for each (concurrency, configuration), and a column for each label."""
     body = [[*map(str, place), *(cells.get(label, "-") for label in labels)] for place, cells in rows.items()]
     return markdown_table(body, ["requests", "config", *labels])
