@@ -289,10 +289,11 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int, *, is_plain: bool) ->
     category = row.get("category") if TURNS in forms else None
     if category is not None and (not isinstance(category, str) or not category.isprintable() or not category):
         raise MalformedRowError(f"category={shown_json(category)}: use a string")
-    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category, later)
+    return Prompt(number, form, value, own, sampling_of(row.get(SAMPLING)), category, later)
 
 
-def _sampling(value: Any) -> dict[str, Any]:
+def sampling_of(value: Any) -> dict[str, Any]:
+    """The parameters that a row sets. Raises MalformedRowError."""
     if value is None:
         return {}
     if not isinstance(value, dict):

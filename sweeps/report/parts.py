@@ -30,7 +30,7 @@ from specbatch.sweeps.report.acceptance import AcceptChange, accept_change
 from specbatch.sweeps.report.across import across_markdown
 from specbatch.sweeps.report.groups import DETECTABLE
 from specbatch.sweeps.report.heading import about, heading
-from specbatch.sweeps.report.point_notes import failed, left_out
+from specbatch.sweeps.report.point_notes import failed, left_out, simulated
 from specbatch.sweeps.report.points import POINT, SWEEP, bases, gains_of, load_records, points_of, speedups_of
 from specbatch.sweeps.report.tables import as_json, decision, table
 
@@ -218,6 +218,7 @@ def markdown(parts: Parts, rows: dict[str, Any], changes: list[PartAcceptance]) 
         acceptance_markdown(parts, changes),
         f"* {DETECTABLE}: the smallest gain, and below the smallest change, that an interval like that of its row "
         "would have excluded with this probability. A smaller one may be there and not be seen.\n",
+        "".join(f"* {note}\n" for note in simulated([one for own in parts.records.values() for one in own])),
         "".join(failures),
         f"* UNFINISHED: {parts.title} {listed(parts.unfinished)}\n" if parts.unfinished else "",
         f"* {below}: all columns and notes\n",

@@ -17,7 +17,7 @@ from specbatch.progress.bars import time_text
 from specbatch.records.sweep_plan import points
 from specbatch.servers.server import Server
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
-from specbatch.sweeps.run.benchmark import SweepOptions, check_concurrency
+from specbatch.sweeps.run.benchmark import SweepOptions, check_concurrency, check_prompts
 from specbatch.sweeps.run.conversations import longest
 from specbatch.sweeps.run.engine_groups import engines_of, groups_of
 from specbatch.sweeps.run.loading import OF_WEIGHTS, Configs, check, of_lengths, shares_of
@@ -119,10 +119,10 @@ def _check_pages(
         caps = {"max_running": plan.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
         replicas = engines_of(configs)[name].data_parallel
         caps |= {"verify_slots": slots, "max_model_len": plan.max_model_len}
+        check_prompts(
+            PromptReader(tokenizer, one.target.config, caps).check, caps, options.workload, prompts, params, lengths
+        )
         check_concurrency(name, caps, replicas, options.workload.held(most), lengths)
-        reader = PromptReader(tokenizer, one.target.config, caps)
-        for index, (tokens, own) in enumerate(zip(prompts, params, strict=True)):
-            reader.check(tokens, own, index)
 
 
 def _described(configs: Configs, plans: Mapping[str, MemoryPlan], whose: str, pool: str) -> Iterator[str]:

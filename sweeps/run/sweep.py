@@ -56,6 +56,7 @@ def run_workloads(
     workloads: Mapping[Path, PointWorkload],
     *,
     failed: Failed | None = None,
+    load: PointWorkload | None = None,
     cluster: Cluster | None = None,
     log: Log | None = None,
     report: NotedReport | None = None,
@@ -65,6 +66,7 @@ def run_workloads(
 
     workloads   by the folder of their results
     failed      gets the reasons why engines cannot be built in this process
+    load        the workload that loads the engines, whose lengths an error names. Default: the first one
     """
     if cluster is not None:
         from specbatch.sweeps.run.blocks import run_blocks
@@ -75,8 +77,8 @@ def run_workloads(
         return
     failed = Failed() if failed is None else failed
     check_early(configs, failed, log)
-    load = next(iter(workloads.values())).load
-    with LoadedGroup(configs, lambda group: load(group, log, failed), failed) as loaded:
+    loads = load or next(iter(workloads.values()))
+    with LoadedGroup(configs, lambda group: loads.load(group, log, failed), failed) as loaded:
         for folder, workload in workloads.items():
             run_points(configs, loaded, workload, folder, log=log, report=report)
 
@@ -117,7 +119,14 @@ def run_parts(
     def run() -> None:
         if server is None:
             workloads = {path: Benchmark(one) for path, one in each.items()}
-            run_workloads(fit, workloads, cluster=cluster, log=log, report=report)  # type: ignore[arg-type]
+            run_workloads(
+                fit,  # type: ignore[arg-type]
+                workloads,
+                load=Benchmark(longest),
+                cluster=cluster,
+                log=log,
+                report=report,
+            )
             return
         with LoadedGroup(fit, lambda _: nullcontext({server.model: server}), None) as loaded:
             for path, one in each.items():

@@ -167,7 +167,7 @@ class StubEngine:
                 yield StreamEvent(index, [token], None, sample=sample)
             yield StreamEvent(index, [], completion, completion.text, sample)
 
-    def check(self, tokens: list[int], params: SamplingParams) -> None:
+    def check(self, tokens: list[int], params: SamplingParams, index: int | None = None) -> None:
         if len(tokens) + params.max_new_tokens > self.caps["max_model_len"]:
             raise refuse("prompt", f"{len(tokens)} tokens", "too long for the stub")
 

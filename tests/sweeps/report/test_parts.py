@@ -155,3 +155,14 @@ def test_failures_are_named(tmp_path: Path) -> None:
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| 16384 ") and "| 2 " in line]
     assert [(row[3].strip(), row[-3].strip()) for row in rows] == [("baseline", "failed"), ("ngram", "failed")]
     assert "* FAILED: input tokens 16384: ngram at concurrency 2, repeat 1, and 2 other points: out of memory\n" in text
+
+
+def test_what_was_simulated_is_said_below_the_common_table(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    assert "SIMULATED" not in write_parts(tmp_path)[0]
+    for path in tmp_path.glob("*/ngram/c2/r*/record.json"):
+        made = json.loads(path.read_text())
+        made["config"]["speculation"]["simulate_accept_length"] = 2.4
+        path.write_text(json.dumps(made))
+    drawn = "* SIMULATED: ngram: acceptance was drawn at random (geometric, mean 2.4)"
+    assert write_parts(tmp_path)[0].count(drawn) == 1
