@@ -274,7 +274,7 @@ def acceptance_markdown(parts: Parts, changes: list[PartAcceptance]) -> str:
     ]  # fmt: skip
     at = ", ".join(str(one) for one in dict.fromkeys(one.concurrency for one in changes))
     note = f"At concurrency {at}; intervals are over prompts (jackknife), those of changes prompt by prompt."
-    return f"Accept length by {parts.title}:\n\n{markdown_table(body, headings)}\n\n{note}\n"
+    return f"Accept length and its change by {parts.title}:\n\n{markdown_table(body, headings)}\n\n{note}\n"
 
 
 def pays_markdown(parts: Parts) -> str:

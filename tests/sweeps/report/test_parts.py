@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from made_runs import make_record, metrics_of
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.speculation import Speculation
+from specbatch.records.archive import pack
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import PLAN, Point
 from specbatch.sweeps.report.parts import EVERY_POINT, load_parts, part_files, write_parts
@@ -122,6 +125,20 @@ def test_short_tables_have_a_column_for_each_part(tmp_path: Path) -> None:
     assert "Where speculation pays" not in long
     (tmp_path / "b").rename(tmp_path.parent / f"{tmp_path.name}-b")
     assert "Accept length by input tokens (95% interval)" not in write_parts(tmp_path)[0], "two parts"
+
+
+def test_published_plots_are_remade_from_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "results")
+    remake = importlib.import_module("remake")
+    lengths(tmp_path / "runs")
+    write_parts(tmp_path / "runs", tmp_path / "page")
+    pack(tmp_path / "runs", tmp_path / "page/records.tar.xz")
+    found = dict(remake.remade(tmp_path / "page/records.tar.xz"))
+    plot = tmp_path / "page/plots/context.svg"
+    assert plot.with_name("context-brief.svg") in found
+    assert remake.is_same(plot.read_text(), found[plot])
+    moved = re.sub(r'(<use [^>]*x="\d+)\.', lambda one: f"{one[1]}0.", found[plot], count=1)
+    assert not remake.is_same(plot.read_text(), moved)
 
 
 def test_unfinished_part_is_named(tmp_path: Path) -> None:
