@@ -16,10 +16,10 @@ from quantized_weights import Store, Stored, int4, int8
 
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.eight_bits import Int8Weights
 from specbatch.models.formats.format import Format
 from specbatch.models.formats.int4 import Int4Weights
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.weights import open_checkpoint
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
