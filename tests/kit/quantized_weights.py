@@ -46,7 +46,7 @@ def int4(packing: str, group: int, *, symmetric: bool = False) -> Store:
             zeros = torch.full(scales.shape, 8)
         else:
             scales = ((groups.amax(2) - groups.amin(2)) / 15).half()
-            zeros = (-groups.amin(2) / scales.float()).round().int().clamp(1, 15)
+            zeros = (-groups.amin(2) / scales.float()).round().int().clamp(0, 15)
         values = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).int()
         meant = (values - zeros[..., None]) * scales.float()[..., None]
         found = _STORED[packing](stem, values.view(out, inner), zeros, scales, symmetric)
@@ -102,7 +102,7 @@ def int8(group: int, *, packed: bool = False, symmetric: bool = True, gptq: int 
         values, order = values.view(out, inner).int(), (0, 1, 2, 3)
         if gptq is not None:
             parts = {"qweight": words(values + 128, order).t(), "scales": scales.t()}
-            parts |= {"qzeros": words(zeros.int().t() + 128 - gptq & 255, order)}
+            parts |= {"qzeros": words(zeros.int().t() + 128 - gptq, order)}
             parts |= {"g_idx": torch.arange(inner, dtype=torch.int32) // (inner // scales.shape[1])}
             return {name.replace("weight", part): tensor.contiguous() for part, tensor in parts.items()}, meant
         found = {f"{name}_packed": words(values + 128, order)} if packed else {name: values.to(torch.int8)}

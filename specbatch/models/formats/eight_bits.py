@@ -4,7 +4,7 @@
 * pack-quantized: `weight_packed` int32 [out, in / 4], the first of four values in the lowest bits, each plus 128;
   `weight_scale` as above; `weight_zero_point` int32 [out / 4, groups]
 * gptq, gptq_v2: `qweight` int32 [in / 4, out], each value plus 128; `scales` [groups, out]; `qzeros` int32
-  [groups, out / 4], less 1 in gptq, which are not read of symmetric weights. The config is read in `gptq`
+  [groups, out / 4], less 1 in gptq, which do not count for symmetric weights. The config is read in `gptq`
 
 Activations are not quantized here, whatever the checkpoint was made for. Source: vllm-project/compressed-tensors.
 """
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from specbatch.errors import refuse
 from specbatch.files.config_values import flag_of, table_of
 from specbatch.kernels.common.block_sizes import CPU_GROUPS
-from specbatch.models.formats.format import FLOATS, Format, Group, Shapes, in_order
+from specbatch.models.formats.format import FLOATS, Format, Group, Shapes, in_order, is_zero_bias
+from specbatch.models.formats.qzeros import QZEROS, check_symmetric, plus_ones
 from specbatch.models.formats.settings import activations_of, expect, packing_of
 from specbatch.models.formats.whole_numbers import WHOLE, Groups, Packing, Part, WholeNumbers
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 _PACKED = 4  # values in an int32
 _SCALE, _ZEROS = ".weight_scale", ".weight_zero_point"
-_QZEROS, _ORDER = ".qzeros", ".g_idx"  # of GPTQ
+_ORDER = ".g_idx"  # of GPTQ
 _MIDDLES = -0x7F7F7F80  # four times 128, in an int32
 _Tensors = Mapping[str, "torch.Tensor"]
 
@@ -41,15 +42,13 @@ def _packed(found: _Tensors) -> Groups:
     return _groups(_unpacked(found[".weight_packed"]), found[_SCALE], zeros)
 
 
-def _gptq(less: int) -> Callable[[_Tensors], Groups]:
-    """less: what zero points are stored less."""
+def _gptq(less: bool) -> Callable[[_Tensors], Groups]:
+    """less: whether zero points are stored less 1."""
 
     def read(found: _Tensors) -> Groups:
-        import torch
-
-        zeros = found.get(_QZEROS)
+        zeros = found.get(QZEROS)
         if zeros is not None:
-            zeros = (zeros.contiguous().view(torch.uint8) + less ^ 128).view(torch.int8).t()
+            zeros = _unpacked(plus_ones(zeros, 8) if less else zeros).t()
         return _groups(_unpacked(found[".qweight"].t()), found[".scales"].t(), zeros)
 
     return read
@@ -77,7 +76,7 @@ _GPTQ = {
     ".scales": Part(FLOATS, lambda out, inner, groups: (groups, out), _SCALES.random),
 }
 _GPTQ_ZEROS = {
-    _QZEROS: Part(("I32",), lambda out, inner, groups: (groups, out // _PACKED), lambda size: (_MIDDLES, _MIDDLES))
+    QZEROS: Part(("I32",), lambda out, inner, groups: (groups, out // _PACKED), lambda size: (_MIDDLES, _MIDDLES))
 }
 
 
@@ -96,10 +95,10 @@ class Int8Weights(WholeNumbers):
         "pack-quantized asymmetric": Packing(
             {".weight_packed": _WORDS, _SCALE: _SCALES, _ZEROS: _PACKED_OFFSETS}, _packed, True, _PACKED
         ),
-        "gptq": Packing(_GPTQ, _gptq(1)),
-        "gptq_v2": Packing(_GPTQ, _gptq(0)),
-        "gptq asymmetric": Packing(_GPTQ | _GPTQ_ZEROS, _gptq(1), True, _PACKED),
-        "gptq_v2 asymmetric": Packing(_GPTQ | _GPTQ_ZEROS, _gptq(0), True, _PACKED),
+        "gptq": Packing(_GPTQ, _gptq(True)),
+        "gptq_v2": Packing(_GPTQ, _gptq(False)),
+        "gptq asymmetric": Packing(_GPTQ | _GPTQ_ZEROS, _gptq(True), True, _PACKED),
+        "gptq_v2 asymmetric": Packing(_GPTQ | _GPTQ_ZEROS, _gptq(False), True, _PACKED),
     }
 
     packing: str = "int-quantized"
@@ -129,16 +128,21 @@ class Int8Weights(WholeNumbers):
         }
 
     def weight_of(self, name: str) -> str | None:
-        for end in (_QZEROS, _ORDER):
+        for end in (QZEROS, _ORDER):
             if self._is_gptq and name.endswith(end):
                 return name.removesuffix(end) + ".weight"
         return super().weight_of(name)
 
     def is_unused(self, name: str) -> bool:
-        is_unread = name.endswith(_QZEROS) and _QZEROS not in self.packings[self.packing].parts
+        is_unread = name.endswith(QZEROS) and QZEROS not in self.packings[self.packing].parts
         return super().is_unused(name) or is_unread or name.endswith((".weight_shape", _ORDER))
 
+    def is_idle(self, name: str, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> bool:
+        return is_zero_bias(name, found, tensor)
+
     def for_values(self, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> Self:
+        if self._is_gptq and not self.packings[self.packing].has_offsets:
+            check_symmetric(found, tensor)
         for name in found if self._is_gptq else ():
             if name.endswith(_ORDER):
                 groups = tensor(name).flatten()

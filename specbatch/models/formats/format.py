@@ -294,7 +294,16 @@ def is_input_scale(name: str) -> bool:
 
 def in_order(groups: torch.Tensor, size: int) -> bool:
     """Whether groups [inputs], of so many inputs each, are in the order of the inputs."""
-    return bool(groups.eq(groups.new_tensor(range(len(groups))).div(size, rounding_mode="floor")).all())
+    import torch
+
+    places = torch.arange(len(groups), device=groups.device)
+    return bool(groups.eq(places.div(size, rounding_mode="floor")).all())
+
+
+def is_zero_bias(name: str, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> bool:
+    """Whether a tensor is a bias of zeros, which old versions of AutoGPTQ write for every layer."""
+    is_bias = name.endswith(".bias") and name.removesuffix(".bias") + ".qweight" in found
+    return is_bias and not bool(tensor(name).any())
 
 
 def is_pattern(name: str) -> bool:

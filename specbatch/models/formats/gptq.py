@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from specbatch.files.config_values import flag_of, spelled
+from specbatch.files.config_values import flag_of, spelled, table_of
 from specbatch.kernels.common.block_sizes import CPU_GROUPS, INT4_GROUPS
 from specbatch.models.formats.eight_bits import Int8Weights
 from specbatch.models.formats.format import PATTERN, Format, Modules
@@ -80,7 +80,7 @@ def read_gptq(found: dict[str, Any]) -> Format:
 def _dynamic(found: dict[str, Any], read: Callable[[dict[str, Any], Modules], Format]) -> Format:
     """A config of GPTQModel, some of whose layers may have other settings."""
     key = "dynamic"
-    rules = {rule: PATTERN + re.sub("^[-+]:", "", rule) for rule in found.get(key) or {}}
+    rules = {rule: PATTERN + re.sub("^[-+]:", "", rule) for rule in table_of(found, key)}
     check_patterns(key, rules.values())
     names, patterns = unquantized(found, "modules_to_not_convert")
     plain = names, (*patterns, *(pattern for rule, pattern in rules.items() if rule.startswith("-:")))

@@ -15,8 +15,8 @@ this order. GPTQ stores zero points less 1, "gptq_v2" as they are (AutoGPTQ, GPT
 GPTQ with `desc_act` quantizes inputs in the order of their importance: `g_idx` has the group of each. Where this is not
 the order of the inputs, and with `pre_quant_scale`, weights are dequantized at load (`Format.irregular`).
 
-Symmetric weights have the zero point 8. GPTQ's `qzeros` then hold 7, 8 or something else, or are missing, and are not
-read, as in kernels of the Marlin kind. Scales may be negative: half of those of auto-round's symmetric weights are.
+Symmetric weights have the zero point 8. GPTQ's `qzeros` then hold 7, 8 or another number, or are missing, and do not
+count, as in kernels of the Marlin kind; they must all be the same (`qzeros`). Scales may be negative: half of those of auto-round's symmetric weights are.
 
 AWQ: casper-hansen/AutoAWQ. GPTQ: AutoGPTQ, ModelCloud/GPTQModel. auto-round: intel/auto-round, whose files hold tensors
 of GPTQ or AWQ.
@@ -41,8 +41,10 @@ from specbatch.models.formats.format import (
     Source,
     check_scales,
     in_order,
+    is_zero_bias,
 )
 from specbatch.models.formats.input_scales import INPUT_SCALES, at_inputs, with_input_scales
+from specbatch.models.formats.qzeros import QZEROS, check_symmetric, plus_ones
 from specbatch.models.formats.settings import activations_of, expect, packing_of, unquantized
 
 if TYPE_CHECKING:
@@ -59,14 +61,13 @@ WHOLE = -1  # a group of all inputs
 _WHOLE_STEP = 128  # the groups that such a group becomes here
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where the outputs are: the inverse of 0, 2, 4, 6, 1, 3, 5, 7
 _ZERO = 8  # of symmetric weights
-_ZEROS = ".qzeros"
 _PARTS = (
     *(".qweight", ".qzeros", ".scales", ".g_idx"),
     *(".weight_packed", ".weight_zero_point", ".weight_scale", ".weight_g_idx", INPUT_SCALES),
 )
 _ORDERS = (".g_idx", ".weight_g_idx")  # the group of each input
 _UNUSED = (*_ORDERS, ".weight_shape")
-_ZERO_POINTS = (_ZEROS, ".weight_zero_point")
+_ZERO_POINTS = (QZEROS, ".weight_zero_point")
 _WORDS = (".qweight", ".weight_packed", *_ZERO_POINTS)  # how names of packed values end
 _RMS = 4.64  # of whole numbers from -8 to 7
 _EIGHTS = -0x77777778  # eight times the zero point 8, in an int32
@@ -146,23 +147,23 @@ class Int4Weights(Format):
         return ("I32",) if name.endswith(_WORDS) else FLOATS
 
     def is_unused(self, name: str) -> bool:
-        is_unread = self.packing in _GPTQ and not self.has_zeros and name.endswith(_ZEROS)
+        is_unread = self.packing in _GPTQ and not self.has_zeros and name.endswith(QZEROS)
         is_unread |= name.endswith(_UNUSED) and self.weight_of(name) not in self.irregular
         return super().is_unused(name) or is_unread
 
     def fit(self, found: Shapes) -> Self:
         """AWQ's zero points count wherever the files have some: gptqmodel and auto-round write them (8) with
         `zero_point: false`, too."""
-        has_zeros = self.has_zeros or (self.packing == "awq" and any(name.endswith(_ZEROS) for name in found))
+        has_zeros = self.has_zeros or (self.packing == "awq" and any(name.endswith(QZEROS) for name in found))
         return replace(super().fit(found), has_zeros=has_zeros)
 
     def is_idle(self, name: str, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> bool:
-        """Old versions of AutoGPTQ write a bias of zeros for every layer."""
-        is_bias = name.endswith(".bias") and name.removesuffix(".bias") + ".qweight" in found
-        return is_bias and not tensor(name).any()
+        return is_zero_bias(name, found, tensor)
 
     def for_values(self, found: Shapes, tensor: Callable[[str], torch.Tensor]) -> Self:
         """An order that is missing or has another shape than the inputs counts as irregular: that has it checked."""
+        if self.packing in _GPTQ and not self.has_zeros:
+            check_symmetric(found, tensor)
         stems = (name.removesuffix(".qweight") for name in found if name.endswith(".qweight") and self.has_order)
         irregular = [f"{stem}.weight" for stem in stems if f"{stem}.g_idx" not in found]
         for name in found:
@@ -265,11 +266,12 @@ class Int4Weights(Format):
             zeros = plus_8(f"{name}_zero_point") if self.has_zeros else None
         else:
             packed, scales = read(f"{stem}.qweight"), read(f"{stem}.scales").t()
-            zeros = _unpacked(read(stem + _ZEROS)) if self.has_zeros else None
-            is_awq = self.packing == "awq"
+            is_awq, zeros = self.packing == "awq", None
             values = _ordered(_unpacked(packed)).t() if is_awq else _unpacked(packed.t())
-            if zeros is not None:
-                zeros = (_ordered(zeros) if is_awq else zeros + 1 & 15 if self.packing == "gptq" else zeros).t()
+            if self.has_zeros:
+                stored = read(stem + QZEROS)
+                zeros = _unpacked(plus_ones(stored, 4) if self.packing == "gptq" else stored)
+                zeros = (_ordered(zeros) if is_awq else zeros).t()
         if zeros is None:
             zeros = torch.full_like(scales, _ZERO, dtype=torch.uint8)
         return values, scales, zeros

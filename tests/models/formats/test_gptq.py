@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import LLAMA, change, check_model, devices, write
+from quantized_models import LLAMA, change, check_model, devices, load, logits, write
 from quantized_weights import Store, Stored, int4, int8
 
 from specbatch.errors import SpecbatchError
@@ -182,11 +182,38 @@ def test_a_layer_of_another_size_of_groups_is_refused(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_symmetric_weights_must_not_differ(bits: int, tmp_path: Path) -> None:
+    """Files whose rules overlap and differ in `sym` only, so that another one counts than for their tool."""
+    written = GPTQ | {"bits": bits, "dynamic": {".*up_proj": {"sym": False}, ".*mlp": {"sym": True}}}
+    write(tmp_path, LLAMA, written, by_layer(written, "gptq", {"up_proj": {"sym": False}}))
+    open_checkpoint(str(tmp_path))
+    described = LLAMA | {"quantization_config": GPTQ | {"bits": bits}}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(SpecbatchError, match=r"up_proj.qzeros': its zero points differ, .* \"sym\": false"):
+        open_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zero_points_of_0_borrow_from_the_next(bits: int, tmp_path: Path) -> None:
+    """GPTQModel subtracts 1 from each zero point of a word at once. Outputs with weights above 0 only have such ones."""
+    config = GPTQ | {"bits": bits, "sym": False}
+
+    def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
+        return stored("gptq", config)(name, torch.where((torch.arange(len(weight)) % 3 == 0)[:, None], weight.abs(), weight))
+
+    meant = write(tmp_path, LLAMA, config, store)
+    checkpoint = open_checkpoint(str(tmp_path))
+    found = load(checkpoint.config, checkpoint.tensor)
+    expected = logits(load(ModelConfig.from_dict(LLAMA), meant.__getitem__))
+    assert (logits(found) - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
 def test_order_and_zero_points_of_8_bits(tmp_path: Path) -> None:
-    """Zero points of symmetric weights are not read; another order of the inputs is refused."""
+    """Zero points of symmetric weights do not count; another order of the inputs is refused."""
     config = GPTQ | {"dynamic": {r"+:.*up_proj$": {"bits": 8}}}
     meant = write(tmp_path, LLAMA, config, by_layer(GPTQ, "gptq", {"up_proj": {"bits": 8}}))
-    change(tmp_path, f"{UP}.qzeros", torch.ones(2, 32, dtype=torch.int32))
+    change(tmp_path, f"{UP}.qzeros", torch.zeros(2, 32, dtype=torch.int32))
     checkpoint = open_checkpoint(str(tmp_path))
     source: Any = type("Source", (), {"whole": staticmethod(checkpoint.tensor)})
     form = form_of(config, UP)
@@ -222,6 +249,7 @@ def test_random_weights_follow_the_tables(tmp_path: Path) -> None:
         (GPTQ | {"dynamic": {"a": {"sym": "no"}}}, "dynamic.a.sym='no': use true or false"),
         (GPTQ | {"dynamic": {"+:(a": {}}}, r"dynamic='re:\(a': it is no regular expression"),
         (GPTQ | {"dynamic": {"-:(a": {}}}, r"dynamic='re:\(a': it is no regular expression"),
+        (GPTQ | {"dynamic": True}, "dynamic=True: the config must give a table"),
         (GPTQ | {"dynamic": [".*up"]}, r"dynamic=\['\.\*up'\]: the config must give a table"),
         (AWQ | {"dynamic": {".*up": {"bits": 8}}}, r"dynamic\.\.\*up\.bits=8: it must be 4"),
         (AUTO_ROUND | {"bits": 2}, "config.bits=2: it must be 4 or 8"),
