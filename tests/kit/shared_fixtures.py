@@ -28,6 +28,9 @@ from specbatch.records import low_acceptance
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
 
+# No test sees whether a file survives a power failure, and a disk takes milliseconds for each of thousands of files.
+os.fsync = os.fstat  # type: ignore[assignment]  # which refuses a closed file, too
+
 # Without a GPU, `torch.manual_seed` keeps a stack trace for each device that might come.
 _seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
