@@ -53,7 +53,7 @@ def test_schemas(fuzz: Fuzz) -> None:
 
 
 def test_expressions(fuzz: Fuzz) -> None:
-    for random in fuzz.rounds(quick=150):
+    for random in fuzz.rounds(quick=300):
         expression = mutated(random, random.choice(EXPRESSIONS))
         try:
             SamplingParams(regex=expression)
