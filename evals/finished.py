@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.core.sampling_params import SAMPLED
 from specbatch.errors import FailedError, reporting
 from specbatch.evals.options import MAX_NEW_TOKENS

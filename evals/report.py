@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import INCOMPLETE
+from specbatch.core.completion import INCOMPLETE
 from specbatch.core.sampling_params import sampling_text
 from specbatch.errors import counted, shown
 from specbatch.evals.few_shot import few_shot_lines

@@ -26,13 +26,15 @@ from typing import TYPE_CHECKING, Any, cast
 from lm_eval.api.instance import Instance
 from lm_eval.models.utils import postprocess_generated_text
 
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import MOST, FailedError, SpecbatchError, counted, refuse
 from specbatch.evals.generation import Generation
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.jobs.partial_output import row_seed
 from specbatch.servers.client import Failed
-from specbatch.servers.engine import LLAMACPP, SGLANG, VLLM, HttpEngine
+from specbatch.servers.engine import HttpEngine
+from specbatch.servers.served_model import LLAMACPP, SGLANG, VLLM
 from specbatch.servers.server import CONCURRENCY
 from specbatch.text.thinking import CLOSE, OPEN, Reasoning
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from specbatch.errors import refuse
+from specbatch.errors import listed, refuse
 from specbatch.evals.finished import PARTIAL
 from specbatch.evals.options import EvalOptions
 from specbatch.evals.report import EvalReport
@@ -60,6 +60,10 @@ def prepare_several(options: EvalOptions) -> dict[str, PreparedEval]:
     folders = [None if output is None else folder_of(output, name) for name in names]
     if output is not None and has_results(output, []):
         raise refuse("output", str(output), "has the results of one task; name a new folder for several")
+    found = {path.parent for path in output.glob(f"*/{RECORD}")} if output is not None else set[Path]()
+    if others := sorted(path.name for path in found - {*folders}):
+        works = f"has results of {listed(others)} as well, which its table would lose; name all tasks, or a new folder"
+        raise refuse("output", str(output), works)
     if output is not None and len({*folders}) < len(folders):
         raise refuse("task", options.task, "has two tasks whose folders have the same name; evaluate one by itself")
     each = [

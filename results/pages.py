@@ -12,17 +12,20 @@ import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
 from specbatch.records.run_record import RunRecord
 from specbatch.records.store import RECORD
+from specbatch.sweeps.report.parts import EVERY_POINT
 
 ARCHIVE = "records.tar.xz"
 PAGE = "README.md"
 ABOUT = "about.md"
 NOTICE = "<!-- Made by `python results/remake.py` from the records and from about.md. Edit about.md instead. -->"
 LINKED = (".md", ".csv", ".json", ".jsonl", ".toml", ".svg", ".xz")
+CONTEXT = "plots/context.svg"
 VERSIONS = ("python", "torch", "triton", "transformers", "tokenizers", "lm_eval", "datasets")
 
 
@@ -63,6 +66,7 @@ class Run:
 
     def section(self, folder: Path) -> Iterator[str]:
         """Markdown of the page in `folder`."""
+        yield from _short_tables(folder)
         yield from ("## How it was measured", "", "| | |", "|---|---|")
         yield f"| model | {self.model}, {self.dtype} |"
         yield f"| hardware | {self.hardware} |"
@@ -176,6 +180,21 @@ def _workloads(table: Path) -> dict[str, None]:
     return dict.fromkeys(line.removeprefix(mark) for line in lines if line.startswith(mark))
 
 
+def _short_tables(folder: Path) -> Iterator[str]:
+    """Plot and first tables of sweeps that differ in one thing, up to the tables of every point; those by turn."""
+    if (folder / CONTEXT).exists():
+        yield from (f"![Accept length and speedup by input tokens]({CONTEXT})", "")
+    table = folder / "summary.md"
+    text = table.read_text(encoding="utf-8") if table.exists() else ""
+    if EVERY_POINT in text:
+        first = text.index("\n\n") + 2  # after the heading
+        yield text[first : text.index(EVERY_POINT) - 1]
+    for title, rows in pairwise(text.split("\n\n")):
+        if title.startswith("By turn, "):
+            yield from (title, "", rows, "")
+
+
 def _files(folder: Path) -> Iterable[str]:
-    kept = (path for path in sorted(folder.iterdir()) if path.suffix in LINKED and path.name not in (PAGE, ABOUT))
-    return (f"[{path.name}]({path.name})" for path in kept)
+    paths = sorted([*folder.iterdir(), *folder.glob("plots/*.svg")])
+    kept = (path for path in paths if path.suffix in LINKED and path.name not in (PAGE, ABOUT))
+    return (f"[{path.name}]({path.relative_to(folder).as_posix()})" for path in kept)

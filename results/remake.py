@@ -1,4 +1,5 @@
-"""Makes published tables again from the records beside them (`records.tar.xz`), and the README.md of every folder.
+"""Makes published tables again from the records beside them (`records.tar.xz`), with the plots of their common tables,
+and the README.md of every folder.
 
     python results/remake.py            # replace tables and pages that differ, in all folders here
     python results/remake.py --check    # only name them, and exit with status 1
@@ -57,8 +58,7 @@ def _of_runs(folder: Path) -> dict[str, str]:
     if all(kind_of(path.parent.name) in KINDS for path in folder.glob(f"*/{PLAN}")):
         return {"summary.md": write_tables(folder), "summary.csv": (folder / "summary.csv").read_text()}
     parts = load_parts(folder)
-    files = {} if parts is None else part_files(parts)[0]  # without: there are pivot tables of them
-    return {name: text for name, text in files.items() if not name.endswith(".svg")}
+    return {} if parts is None else part_files(parts)[0]  # without: there are pivot tables of them
 
 
 def _pivots(archive: Path, folder: Path) -> dict[str, str]:
@@ -78,17 +78,19 @@ def _gains(archive: Path, folder: Path) -> dict[str, str]:
 def remade(archive: Path) -> Iterator[tuple[Path, str]]:
     """The tables beside `archive` and what its records make of them."""
     for name, text in tables_of(archive).items():
-        if (table := archive.with_name(name)).exists():
+        if (table := archive.parent / name).exists():
             yield table, text
 
 
 def is_same(table: str, text: str) -> bool:
-    """Whether two tables have the same words and, but for rounding, the same numbers."""
+    """Whether two tables have the same words and, but for rounding, the same numbers; two plots: to a 100th of a
+    point."""
     number = re.compile(r"\d+\.\d+(?:e-?\d+)?")
     old, new = number.findall(table), number.findall(text)
     if number.sub("#", table) != number.sub("#", text):
         return False
-    return all(math.isclose(float(a), float(b), rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(old, new, strict=True))
+    least = 0.01 if "<svg" in table else 1e-12
+    return all(math.isclose(float(a), float(b), rel_tol=1e-9, abs_tol=least) for a, b in zip(old, new, strict=True))
 
 
 def every_table() -> Iterator[tuple[Path, str]]:

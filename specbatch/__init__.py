@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from specbatch.config.engine_config import EngineConfig, Graphs
     from specbatch.config.job_size import JobSize
     from specbatch.config.speculation import Speculation
+    from specbatch.core.completion import Completion
     from specbatch.core.embedded_prompt import EmbeddedPrompt
-    from specbatch.core.request import Completion, SamplingParams
+    from specbatch.core.sampling_params import SamplingParams
     from specbatch.engine.engine import Engine
     from specbatch.engine.requests.open_requests import StreamEvent
     from specbatch.engine.scoring import Likelihood
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 # Names resolve on first use, so that `import specbatch` (and `specbatch --help`) does not import torch.
 _HOME = {
-    "Completion": "specbatch.core.request",
+    "Completion": "specbatch.core.completion",
     "DataParallelEngine": "specbatch.replicas.engine",
     "EmbeddedPrompt": "specbatch.core.embedded_prompt",
     "Engine": "specbatch.engine.engine",
@@ -36,7 +37,7 @@ _HOME = {
     "JobSize": "specbatch.config.job_size",
     "Likelihood": "specbatch.engine.scoring",
     "RunFrames": "specbatch.jobs.frames",
-    "SamplingParams": "specbatch.core.request",
+    "SamplingParams": "specbatch.core.sampling_params",
     "SpecbatchError": "specbatch.errors",
     "Speculation": "specbatch.config.speculation",
     "StreamEvent": "specbatch.engine.requests.open_requests",

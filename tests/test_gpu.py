@@ -22,7 +22,7 @@ from specbatch import Engine
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.schedule.draft_length import Choice, DraftLength
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.run import run_check
@@ -269,19 +269,17 @@ def test_grammars(toy: Any, toy_engine: Callable[..., Any], name: str, schedule:
     ("name", "schedule", "graphs"), crossed(["none", "eagle3", "ngram", "ngram-tree"], ["v1", "v2"], GRAPHS)
 )
 def test_grammars_on_the_host(name: str, schedule: str, graphs: str) -> None:
-    """Greedy tokens are those that a CPU chooses without drafts; verifies of chains run from graphs where there are
-    any."""
+    """Greedy tokens are those without drafts and graphs; verifies of chains run from graphs where there are any."""
     nested = {"type": "array", "items": {"$ref": "#"}}
     prompts = [f"{index} nested" for index in range(7)]
     params = [SamplingParams(max_new_tokens=20, json_schema=nested if index % 3 else None) for index in range(7)]
     config = EngineConfig(
-        model="toy", load_format="dummy", device="cpu", dtype="float32", max_running=7, max_model_len=128
+        model="toy", load_format="dummy", device="cuda", dtype="float32", max_running=7, max_model_len=128
     )
     with Engine(config) as engine:
         expected = [item.token_ids for item in engine.generate(prompts, params)]
     speculation = with_schedule(SPECULATIONS[name], schedule)
-    config = replace(config, device="cuda", speculation=speculation, graphs=GRAPHS[graphs])
-    with Engine(config) as engine:
+    with Engine(replace(config, speculation=speculation, graphs=GRAPHS[graphs])) as engine:
         for _ in range(2):
             engine.reset_record()
             assert [item.token_ids for item in engine.generate(prompts, params)] == expected

@@ -139,12 +139,12 @@ def test_a_fault_of_another_rank_is_one_error(
         patch.setattr(ranks, "FOLLOWER", "faulty_follower")
         patch.setenv("FAULT", fault)
         if fault in ("join", "load", "capture"):
-            with pytest.raises(SpecbatchError, match=r"rank [1-3] "):
+            with pytest.raises(SpecbatchError, match=r"rank [1-3]\b"):
                 Engine(config)
         else:
             engine = Engine(config)
             start = time.monotonic()
-            with engine, pytest.raises(SpecbatchError, match=r"rank [1-3] "):
+            with engine, pytest.raises(SpecbatchError, match=r"rank [1-3]\b"):
                 engine.generate(prompts, params, on_completion=finished.append)
             assert time.monotonic() - start < 30
     with Engine(config) as engine:

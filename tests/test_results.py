@@ -51,7 +51,7 @@ def test_tables_are_what_their_records_make(remake, archive) -> None:
     assert archive.stat().st_size < MOST_BYTES
     found = list(remake.remade(archive))
     assert {path.suffix for path, _ in found} >= {".md", ".csv"}
-    tables = {path for path in archive.parent.rglob("*") if path.suffix in (".md", ".csv", ".json")}
+    tables = {path for path in archive.parent.rglob("*") if path.suffix in (".md", ".csv", ".json", ".svg")}
     assert {path for path, _ in found} == tables - {archive.with_name(name) for name in (remake.PAGE, ABOUT)}
     for path, text in found:
         assert remake.is_same(path.read_text(), text), f"{path} is not what its records make"
@@ -99,9 +99,31 @@ def test_every_page_and_file_is_linked(pages) -> None:
     }
     assert {page.resolve() for page in pages} <= linked
     kinds = (".md", ".csv", ".jsonl", ".svg")
-    files = {path for page in pages for path in page.parent.iterdir() if path.suffix in kinds}
+    folders = {folder for page in pages for folder in (page.parent, page.parent / "plots") if folder.exists()}
+    files = {path for folder in folders for path in folder.iterdir() if path.suffix in kinds}
     texts = {page.with_name(ABOUT) for page in pages}
     assert files - texts - linked == set()
+
+
+def test_pages_have_the_plot_and_the_short_tables(tmp_path: Path, pages) -> None:
+    module = importlib.import_module("pages")
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots/context.svg").write_text("<svg/>")
+    table = f"* model: toy\n\nAccept length by input tokens:\n\n| 512 |\n\n{module.EVERY_POINT}\n\n| 1 |\n\n"
+    (tmp_path / "summary.md").write_text(f"{table}By turn, accept length:\n\n| 7 |\n\n| turn |\n")
+    found = "\n".join(module._short_tables(tmp_path))
+    assert found == (
+        "![Accept length and speedup by input tokens](plots/context.svg)\n\n"
+        "Accept length by input tokens:\n\n| 512 |\n\nBy turn, accept length:\n\n| 7 |\n"
+    )
+
+
+def test_plots_by_context_in_the_readme_are_remade(remake) -> None:
+    """Their records lie beside them, so that `results/remake.py` makes them again."""
+    readme = (RESULTS.parent / "README.md").read_text()
+    plots = [RESULTS.parent / path for path in re.findall(r"\]\((results/\S+/plots/\S+\.svg)\)", readme)]
+    for path in plots:
+        assert path in {table for table, _ in remake.remade(path.parents[1] / remake.ARCHIVE)}
 
 
 def test_commands_name_no_folders_outside_of_the_checkout(remake) -> None:

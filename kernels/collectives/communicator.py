@@ -6,6 +6,7 @@ Every rank gets the same bits: sums are taken in the order of the ranks, in floa
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -17,6 +18,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 MOST_ONE_SHOT = 1 << 20  # bytes, on two ranks; on more a two-shot, which sends less, is faster from smaller sizes on
 MOST_TWO_SHOT = 1 << 25  # bytes; larger ones are summed in parts
+# torch takes symmetric memory from one pool of a device, and raises an error if two threads use it at once: the thread
+# that joins a group may outlive it if another rank fails, and the next group has its own.
+_ALLOCATION = threading.Lock()
 
 
 class Communicator(Protocol):
@@ -139,9 +143,10 @@ class DeviceCommunicator:
         # Else torch would make an object for multicast, which is not used here and not allowed on all machines.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         small = OneShot.bytes_for(MOST_ONE_SHOT, size)
-        memory = symmetric.empty(
-            (small + TwoShot.bytes_for(MOST_TWO_SHOT, size)) // 4, dtype=torch.int32, device=device
-        )
+        with _ALLOCATION:
+            memory = symmetric.empty(
+                (small + TwoShot.bytes_for(MOST_TWO_SHOT, size)) // 4, dtype=torch.int32, device=device
+            )
         self._wait_for_all("memory")  # torch's own wait for the other ranks would hold the GIL
         peers = list(symmetric.rendezvous(memory, name).buffer_ptrs)
         self.one_shot = OneShot(memory[: small // 4], peers, rank, MOST_ONE_SHOT)

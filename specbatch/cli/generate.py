@@ -14,7 +14,7 @@ from typer import Argument, Context, Exit, Option
 from specbatch.cli.cluster import CLUSTER_OPTIONS, clustered
 from specbatch.cli.options import Concurrency, EngineOptions, Json, is_given, options_of, takes_engine
 from specbatch.cli.output import open_replicas, say, show
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import counted, reporting
 from specbatch.jobs.job_settings import JobSettings, Limits
 from specbatch.progress.bars import progress

@@ -31,8 +31,7 @@ def send_one(
 
     specbatch send-one --temperature 0.6 --top-p 0.95 --seed 3
     """
-    from specbatch.core.request import SamplingParams
-    from specbatch.core.sampling_params import refuse_unsampled
+    from specbatch.core.sampling_params import SamplingParams, refuse_unsampled
     from specbatch.jobs.send_one import PROMPT, table
     from specbatch.jobs.send_one import send_one as send
 

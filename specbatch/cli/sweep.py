@@ -143,6 +143,7 @@ def sweep(
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
     shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
     """
+    from specbatch.records.sweep_plan import check_plan, plan_of
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.report.parts import MODES, RATE, THINKING, folders_of, write_parts
     from specbatch.sweeps.run.benchmark import SweepOptions
@@ -189,10 +190,11 @@ def sweep(
         cached, elsewhere = asked.is_grouped or asked.replay, workers is not None
         own = {"concurrency": None if uncapped else max(steps), "prefix_cache": cached, "elsewhere": elsewhere}
         engines = configured_with_servers(engine, configs, workload["thinking"], **own)
+    models = by_model(engines)
     if compare_thinking:
         servers = [config for config in engines.values() if isinstance(config, Server)]
-        check_compared(workload["thinking"], by_model(engines), servers if server is None else [server.server])
-    elif axis is not None and len(models := by_model(engines)) > 1:
+        check_compared(workload["thinking"], models, servers if server is None else [server.server])
+    elif axis is not None and len(models) > 1:
         works = f"takes one value with several models ({', '.join(models)}); run it for each"
         raise refuse(axis[0], ",".join(map(str, axis[1])), works)
     has_servers = server is not None or len(engines_of(engines)) < len(engines)
@@ -208,20 +210,21 @@ def sweep(
     )
     if axis is not None and not compare_thinking:
         settings += f"; one after the other: {axis[0].replace('_', '-')} {', '.join(parts)}"
+    each = {"": (engines, options, "")}  # by what is above its plan: a sweep, and its folder in that of all
+    if axis is not None:
+        paths = folders_of(Path(), axis[0], tuple(parts))
+        each = {f"{axis[0]} {label}": (engines, one, paths[label].name) for label, one in parts.items()}
+    elif len(models) > 1:
+        each = {f"model {name}": (ours, options, name) for name, ours in models.items()}
+    inside = [name for *_, name in each.values() if name]
     if dry_run:
         from specbatch.sweeps.run.estimate import dry_run as planned
 
-        each = parts or {"": options}
-        places = folders_of(output, axis[0], tuple(parts)) if output and axis else dict.fromkeys(each, output)
-        texts = {label: planned(engines, one, places[label]) for label, one in each.items()}
-        text = "\n".join(f"{axis[0]} {label}:\n\n{one}" if axis else one for label, one in texts.items())
+        plans = {title: planned(ours, one, output and output / name) for title, (ours, one, name) in each.items()}
+        text = "\n".join(f"{title}:\n\n{plan}" if title else plan for title, plan in plans.items())
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return
-    models = by_model(engines)
-    inside = list(models) if len(models) > 1 else []
-    if axis is not None:
-        inside = [path.name for path in folders_of(Path(), axis[0], tuple(parts)).values()]
     resumes = "*" if output is not None and _continues(output, inside) else None
     with fresh_folder(output, "sweep", resumes=resumes) as folder:
         options.fitted(engines)  # may raise, before the settings are printed
@@ -245,8 +248,11 @@ def sweep(
             summary, rows = _summary(folder, wide=wide)
             reports = write_reports(folder)
         else:
-            for ours in models.values() if workers is None else ():  # fail before a model has run for hours, not after
-                check(options.fitted(ours))
+            for name, ours in models.items():  # fail before a model has run for hours, not after
+                fit = options.fitted(ours)
+                check_plan(folder / name, plan_of(fit, options))
+                if workers is None:
+                    check(fit)
             summary, rows, reports = "", [], []
             for name, ours in models.items():
                 say(f"{name}:")

@@ -10,7 +10,7 @@ from typer import Option
 from specbatch.cli.configs import word_setting
 from specbatch.errors import refuse
 from specbatch.servers.server import Server
-from specbatch.sweeps.workload.workloads import TEMPLATE
+from specbatch.sweeps.workload.settings import TEMPLATE
 
 CompareThinking = Annotated[
     bool,

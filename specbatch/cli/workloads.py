@@ -10,8 +10,9 @@ from specbatch.errors import each_once, refuse
 from specbatch.jobs.long_text import DOCUMENTS, MANY_SHOT, REPOSITORY, LongText
 from specbatch.sweeps.workload.defaults import CPU, GPU, INPUT_LEN, REPEATS, Lengths, default_dataset
 from specbatch.sweeps.workload.lengths import shown
+from specbatch.sweeps.workload.settings import RANDOM
 from specbatch.sweeps.workload.sharegpt import SHAREGPT
-from specbatch.sweeps.workload.workloads import RANDOM, Workload
+from specbatch.sweeps.workload.workloads import Workload
 
 PANEL = "Workload"  # a box of --help
 AXES = ("input_len", "scramble", "request_rate")  # of which sweep takes several values

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata
+from specbatch.core.completion import Completion
 from specbatch.core.device_batch import DeviceBatch
-from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, Features, weight_shapes
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.formats.format import Shapes
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.runtime.loader import Loader
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from specbatch.core.attention_metadata import PrefillMetadata
+from specbatch.core.completion import Completion
 from specbatch.core.device_batch import DeviceBatch
-from specbatch.core.request import Completion
 from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Drafter

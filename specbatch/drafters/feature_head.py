@@ -19,8 +19,8 @@ import torch
 
 from specbatch.config.draft_shape import DraftShape
 from specbatch.core.attention_metadata import DecodeMetadata, PrefillMetadata
+from specbatch.core.completion import Completion
 from specbatch.core.device_batch import DeviceBatch
-from specbatch.core.request import Completion
 from specbatch.core.step_input import Proposal, StepInput
 from specbatch.drafters.base import Diagnosis, DraftPlan, NoDraft, no_drafts
 from specbatch.drafters.choose import DraftChain, draft_states, takes_argmax

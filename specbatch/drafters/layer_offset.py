@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.heads.draft_head import DraftHead

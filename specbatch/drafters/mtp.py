@@ -14,8 +14,9 @@ from specbatch.drafters.base import DraftPlan
 from specbatch.drafters.feature_head import FeatureChain, feature_chain, head_plan
 from specbatch.drafters.mtp_layers import LayerChain
 from specbatch.errors import refuse
-from specbatch.models.decoder import Decoder, parameter_count, tensor_shapes, weight_shapes
+from specbatch.models.decoder import Decoder
 from specbatch.models.layers.moe import Shapes
+from specbatch.models.weight_shapes import parameter_count, tensor_shapes, weight_shapes
 from specbatch.runtime.loader import Loader
 from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.folder import check_tensors

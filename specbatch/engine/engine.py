@@ -12,7 +12,8 @@ import torch
 from specbatch.algorithms import causes_of_low_acceptance
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.async_copy import on_device
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.device.deferred_interrupts import DeferredInterrupts
 from specbatch.engine.interface import Events, InferenceEngine
 from specbatch.engine.ranks.ranks import EngineRanks

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.settings import foreign_names
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.requests.async_stream import stream_in_thread
 from specbatch.engine.requests.open_requests import Detail, StreamEvent
 from specbatch.engine.requests.prompt_reader import Message, Prompt, PromptReader

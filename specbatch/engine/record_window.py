@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from typing import Any
 
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.schedule.runner import Runner
 from specbatch.engine.scoring import Tally

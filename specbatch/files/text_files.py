@@ -64,9 +64,9 @@ def read_text(setting: str, path: Path, works: str = "name another file") -> str
         raise refuse(setting, str(path), f"{error}; {works}") from None
 
 
-def read_json(setting: str, path: Path, works: str = "name another file") -> Any:
-    """The value of a JSON file. Raises SpecbatchError for `setting`; `works` is the advice."""
-    return _read(setting, path, "JSON", works)
+def read_json(setting: str, path: Path, works: str = "name another file", most: int | None = None) -> Any:
+    """The value of a JSON file of at most `most` bytes. Raises SpecbatchError for `setting`; `works` is the advice."""
+    return _read(setting, path, "JSON", works, most)
 
 
 def read_toml(setting: str, path: Path, works: str = "name another file") -> dict[str, Any]:
@@ -129,9 +129,9 @@ def _has_keys(value: Any, colons: int) -> bool:
     return keys == colons
 
 
-def _read(setting: str, path: Path, form: str, works: str) -> Any:
+def _read(setting: str, path: Path, form: str, works: str, most: int | None = None) -> Any:
     try:
-        content = read_bytes(path, LARGEST[form])
+        content = read_bytes(path, most or LARGEST[form])
         found = parse_json(content) if form == "JSON" else _parse_config(_decoded(content), form)
         _check_text(found, content)
     except UnreadableError as error:

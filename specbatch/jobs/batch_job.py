@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError, refuse, reporting
 from specbatch.files.text_files import UnreadableError
 from specbatch.jobs.formats import JobFormat, PromptRows

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.errors import refuse_json
 from specbatch.jobs.call_grammar import call_regex, check_marks, with_reasoning
 from specbatch.jobs.openai_request import ChatBody

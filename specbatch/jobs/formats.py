@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbatch.core.request import Completion, SamplingParams
-from specbatch.core.sampling_params import SAMPLED, unsampled
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SAMPLED, SamplingParams, unsampled
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.input_version import InputVersion
 from specbatch.jobs.partial_output import Row, row_seed

@@ -8,7 +8,7 @@ from contextlib import closing
 from itertools import tee
 from typing import TYPE_CHECKING
 
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.formats import BadRow, JobRow, Request
 from specbatch.jobs.input_scan import SECONDS_BETWEEN_REPORTS, SHOWN

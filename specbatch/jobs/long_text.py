@@ -71,7 +71,12 @@ class LongText:
         folder = Path(dataset.removeprefix(kind))
         if not folder.is_dir():
             raise refuse("dataset", dataset, f"{folder} is no folder; name one with text files")
-        return cls(kind, folder)
+        found = cls(kind, folder)
+        if not found._files():
+            read = " ".join(_SOURCES) if kind == REPOSITORY else f"{' '.join(_PROSE)} README LICENSE ..."
+            works = f"no file below {folder} is read, which are {read} of at most {_MOST_BYTES >> 10} KiB; name another"
+            raise refuse("dataset", dataset, works)
+        return found
 
     @property
     def stop(self) -> tuple[str, ...]:

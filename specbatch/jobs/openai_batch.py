@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from specbatch.config.field_errors import first_problem
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError, refuse_json
 from specbatch.jobs.chat_output import ChatOutput
 from specbatch.jobs.dataset import is_dataset

@@ -120,6 +120,9 @@ class _ToolCall(_Strict):
     function: _Function
 
 
+_NO_ANNOTATIONS: tuple[str, list[Any]] = ("annotations", [])
+
+
 class Message(_Strict):
     """A message. That of an assistant may have tool calls, reasoning under one of two names, and null as content."""
 
@@ -130,6 +133,14 @@ class Message(_Strict):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sent(cls, message: Any) -> Any:
+        """Without what a message of a response has and says nothing: null, and an empty list of annotations."""
+        if not isinstance(message, dict):
+            return message
+        return {key: value for key, value in message.items() if value is not None and (key, value) != _NO_ANNOTATIONS}
 
     @field_validator("content", mode="before")
     @classmethod
@@ -242,18 +253,6 @@ class ChatBody(_Body):
     tool_choice: Choice | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: _TemplateArguments | None = None
-
-    @field_validator("messages", mode="before")
-    @classmethod
-    def _without_null(cls, messages: Any) -> Any:
-        if not isinstance(messages, list):
-            return messages
-        return [
-            {key: value for key, value in message.items() if value is not None}
-            if isinstance(message, dict)
-            else message
-            for message in messages
-        ]
 
     @property
     def limit(self) -> int | None:

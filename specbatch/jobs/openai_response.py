@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.jobs.chat_output import ChatOutput
 from specbatch.jobs.openai_request import ChatBody, CompletionBody
 from specbatch.jobs.token_pieces import TokenPieces

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.field_errors import did_you_mean
-from specbatch.core.request import SamplingParams
-from specbatch.core.sampling_params import FOREIGN_NAMES
+from specbatch.core.sampling_params import FOREIGN_NAMES, SamplingParams
 from specbatch.errors import SpecbatchError, refuse, refuse_json, shown_json
 from specbatch.files.text_files import UnreadableError
 from specbatch.jobs.input_version import InputVersion
@@ -218,7 +217,7 @@ class PromptReader:
 
     def __init__(self, forms: tuple[str, ...] = FORMS, column: str | None = None) -> None:
         self._forms = forms if column is None else (column,)
-        self._known = {*self._forms, SAMPLING, _IDS[0], *((_IDS[1], "category") if TURNS in forms else ())}
+        self._known = {*self._forms, SAMPLING, *((*_IDS, "category") if TURNS in forms else _IDS[:1])}
         self._columns: list[str] = []  # of a data set, that are not read
 
     def rows(
@@ -276,7 +275,7 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int, *, is_plain: bool) ->
         if _PLACEHOLDER in (value if isinstance(value, str) else str(value)):
             works = "prepare the data set with the script of SPEED-Bench first"
             raise MalformedRowError(f"{name} is a placeholder: {works}")
-    own = row.get(_IDS[1] if form == TURNS else _IDS[0])
+    own = next((row[key] for key in _IDS[: 2 if TURNS in forms else 1] if row.get(key) is not None), None)
     if own is not None and (not isinstance(own, (str, int)) or isinstance(own, bool)):
         raise MalformedRowError(f"id={shown_json(own)}: use a string or a whole number")
     if not is_plain and isinstance(own, str) and not is_text(own):
@@ -289,10 +288,11 @@ def _prompt(row: Any, forms: tuple[str, ...], number: int, *, is_plain: bool) ->
     category = row.get("category") if TURNS in forms else None
     if category is not None and (not isinstance(category, str) or not category.isprintable() or not category):
         raise MalformedRowError(f"category={shown_json(category)}: use a string")
-    return Prompt(number, form, value, own, _sampling(row.get(SAMPLING)), category, later)
+    return Prompt(number, form, value, own, sampling_of(row.get(SAMPLING)), category, later)
 
 
-def _sampling(value: Any) -> dict[str, Any]:
+def sampling_of(value: Any) -> dict[str, Any]:
+    """The parameters that a row sets. Raises MalformedRowError."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -352,7 +352,7 @@ HALF_PAIR = "has half of a surrogate pair, which is not text; write the whole ch
 LINES = "one JSON object per line"
 _MOST_UNREAD = 20  # keys that are not read and are listed
 _SIMILAR = 0.8  # names from which a key may be misspelled
-_IDS = ("id", "question_id")  # MT-Bench has the second
+_IDS = ("id", "question_id")  # MT-Bench and SPEED-Bench have the second
 # In place of the texts that SPEED-Bench must not distribute.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 _PLACEHOLDER_BYTES = _PLACEHOLDER.encode()

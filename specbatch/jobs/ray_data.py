@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.jobs.partial_output import row_seed
 from specbatch.jobs.prompts import FORMS, MISPLACED, SAMPLING, MalformedLine, Prompt, PromptReader, params_of

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from specbatch.core.request import Completion, SamplingParams
-from specbatch.core.sampling_params import sampling_of, sampling_text
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams, sampling_of, sampling_text
 from specbatch.records.markdown import acceptance_table, draft_length_lines, markdown_table
 from specbatch.records.run_record import speculation_of
 

@@ -17,9 +17,10 @@ from specbatch.kernels.attention.qkv import split_latent_ref, split_qkv_ref
 from specbatch.kernels.attention.queries import LatentLayout, QKVLayout
 from specbatch.kernels.common.block_sizes import FP8_MAX
 from specbatch.kernels.elementwise.rope import apply_rope_ref
-from specbatch.models.decoder import Decoder, rope_tables
+from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.rope import Rope
+from specbatch.models.rope_tables import rope_tables
 
 TOKENS = 512
 _STRIDE = 2654435761  # prime, so that the tokens are spread over any vocabulary

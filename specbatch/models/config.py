@@ -305,7 +305,7 @@ class ModelConfig:
 
     def head_shapes(self) -> dict[str, tuple[int, ...]] | None:
         """Of a draft head: name -> shape of its weights; matrices are [out, in]. None for the config of a decoder, of
-        which `decoder.weight_shapes` knows them."""
+        which `weight_shapes` knows them."""
         return None
 
     def fit(self, found: dict[str, tuple[int, ...]]) -> Self:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from specbatch.core.attention_metadata import AttentionContext, RowsContext
 from specbatch.core.embedded_prompt import EmbeddingOverrides, embed
@@ -19,17 +17,14 @@ from specbatch.kernels.attention.queries import LatentLayout, QKVLayout
 from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.dispatch import is_deterministic
 from specbatch.kernels.elementwise.norm import rms_norm
-from specbatch.kernels.elementwise.rope import rope_table
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig
-from specbatch.models.formats.format import Shapes
 from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.partition import scores
-from specbatch.models.rope import Rope
-from specbatch.models.shape_recorder import ShapeRecorder
-from specbatch.models.weight_reader import Reader, Tables
+from specbatch.models.rope_tables import layer_tables
+from specbatch.models.weight_reader import Reader
 from specbatch.progress.bars import Report
 
 # Prompts that end in a pass whose last attention is computed of their last tokens only. Of more, each is short, so that
@@ -55,53 +50,6 @@ class Features(NamedTuple):
 
     last: torch.Tensor
     aux: torch.Tensor | None
-
-
-def tensor_shapes(config: ModelConfig) -> Shapes:
-    """Name -> shape of every tensor that a checkpoint of this model or draft head must have: a quantized weight may be
-    stored as several."""
-    shapes, stored = weight_shapes(config), config.quantization
-    return shapes if stored is None else stored.stored(shapes, config.unquantized_ends)
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Number of parameters in memory; tied embeddings count once."""
-    return config.copied_parameters + sum(math.prod(shape) for shape in weight_shapes(config).values())
-
-
-def weight_shapes(config: ModelConfig) -> Shapes:
-    """Name -> shape of the weights of a model or draft head; matrices are [out, in]."""
-    return shapes_and_matrices(config)[0]
-
-
-def shapes_and_matrices(config: ModelConfig) -> tuple[Shapes, list[tuple[str, ...]]]:
-    """`weight_shapes`, and the names of the weights that form a matrix of a decoder, where they are several."""
-    of_head = config.head_shapes()
-    if of_head is not None:
-        return of_head, []
-    read = _recorded(config)
-    return read.shapes.copy(), read.joined.copy()
-
-
-def decoder_shapes(config: ModelConfig) -> Shapes:
-    """Name -> shape of the tensors that a decoder of this config reads."""
-    return _recorded(config).shapes.copy()
-
-
-@lru_cache(16)  # start-up asks for the same ones a dozen times, of models with up to 70,000 weights
-def _recorded(config: ModelConfig) -> ShapeRecorder:
-    """What a decoder of this config reads, from building one without weights."""
-    read, family, names = ShapeRecorder(config), import_module(config.module), config.names
-    read(names.embedding, config.vocab_size, config.hidden_size)
-    tables = layer_tables(config, 1, torch.float32, torch.device("cpu"))
-    for index in range(config.num_layers):
-        family.layer(read, index, tables[index])
-    if config.layer_inputs:
-        family.layer_inputs(read)
-    family.final_norm(read, names.norm)
-    if not config.tie_embeddings:
-        read.output_matrix(names.head, config.vocab_size)
-    return read
 
 
 class Decoder:
@@ -387,25 +335,6 @@ class Decoder:
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.config.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
-
-
-def layer_tables(config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device) -> list[Tables]:
-    """`rope_tables` of each layer; layers with the same rope share theirs."""
-    ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
-    shared = {rope: rope_tables(config, positions, dtype, device, rope) for rope in dict.fromkeys(ropes)}
-    return [shared[rope] for rope in ropes]
-
-
-def rope_tables(
-    config: ModelConfig, positions: int, dtype: torch.dtype, device: torch.device, rope: Rope | None = None
-) -> Tables:
-    """cos and sin [positions, head_dim] in the model's dtype. Channels beyond rotary_dim are neither rotated nor
-    scaled."""
-    rope = rope or config.rope
-    turning, still = rope.inverse_frequencies(), (config.head_dim - rope.rotary_dim) // 2
-    scale = F.pad(torch.full_like(turning, rope.attention_factor), (0, still), value=1.0)
-    cos, sin = rope_table(F.pad(turning, (0, still)), positions, scale)
-    return cos.to(device=device, dtype=dtype), sin.to(device=device, dtype=dtype)
 
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -27,7 +27,7 @@ class Reader:
     """Reads a checkpoint's tensors, converts them to a dtype and device, and builds linear layers, norms and the like
     of them. Several threads may read at the same time.
 
-    A family names each tensor with its shape where it reads it, and nowhere else: `decoder.weight_shapes` runs the same
+    A family names each tensor with its shape where it reads it, and nowhere else: `weight_shapes` runs the same
     code with a `ShapeRecorder` to get the shapes of a checkpoint, which are checked before anything is read.
 
     Quantized weights consist of several tensors, which their format loads (`formats.Format`) from the reader, as a

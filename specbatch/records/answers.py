@@ -13,8 +13,9 @@ from pydantic import ConfigDict, Field
 from specbatch.errors import SpecbatchError, counted, refuse
 from specbatch.records.metric import Better
 from specbatch.records.run_record import RunRecord
-from specbatch.records.schema import Amount, Count, Number, Sampling, Table, checked, read_rows
+from specbatch.records.schema import Amount, Count, Number, Sampling, Table
 from specbatch.records.store import RECORD, WORKS, load_record
+from specbatch.records.validation import checked, read_rows
 
 QUESTIONS = "questions.jsonl"
 GENERATES = "generate_until"  # lm-eval's output type of tasks that generate answers

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbatch.core.request import INCOMPLETE
+from specbatch.core.completion import INCOMPLETE
 from specbatch.records.estimates import CONFIDENCE, Estimate
 from specbatch.records.metric import Metric
 from specbatch.records.run_record import RunRecord

@@ -21,8 +21,9 @@ from specbatch.files.text_files import read_json
 from specbatch.records.answers import GENERATES, EvalAnswers, Score
 from specbatch.records.metric import Better
 from specbatch.records.run_record import RunRecord
-from specbatch.records.schema import Count, Table, checked, read_rows
+from specbatch.records.schema import Count, Table
 from specbatch.records.store import RECORD
+from specbatch.records.validation import checked, read_rows
 
 _DATED = re.compile(r".*_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(\.\d+)?)\.json")
 _WORKS = "name the folder of a run of lm-eval with --log_samples, of version 0.4.7 or later"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 
 LOW_SHARE = 0.2  # of the first drafts accepted
 MIN_VERIFIES = 200  # with a draft, before a warning

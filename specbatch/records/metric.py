@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from specbatch.core.request import INCOMPLETE
+from specbatch.core.completion import INCOMPLETE
 from specbatch.records.run_totals import Requests, least_values, percentile_name
 from specbatch.records.steps import Steps
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from specbatch.core.request import INCOMPLETE
+from specbatch.core.completion import INCOMPLETE
 from specbatch.records.markdown import markdown_table
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord

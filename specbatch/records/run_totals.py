@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 
 EXACT_TIMES = 1 << 18  # values of a time that are kept one by one
 _STEP = math.log(1.001)  # width of a bucket, for more values than that

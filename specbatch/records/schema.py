@@ -1,15 +1,14 @@
-"""Schema of record.json, requests.jsonl and the output of `generate`, and `checked`, which validates every file.
+"""Schema of record.json, requests.jsonl and the output of `generate`.
 
-Commands that read records rely on what is declared here: `checked` refuses a file, perhaps edited by hand, that breaks
-it, with the field and its value. Fields that are not declared are kept and may hold anything. The modules that read
-questions.jsonl, sweep.json and lm-eval's files declare those.
+Commands that read records rely on what is declared here: `validation.checked` refuses a file, perhaps edited by hand,
+that breaks it. Fields that are not declared are kept and may hold anything. The modules that read questions.jsonl,
+sweep.json and lm-eval's files declare those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar, get_type_hints
 
 from pydantic import (
@@ -17,17 +16,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
     create_model,
     field_validator,
     model_validator,
 )
 
 from specbatch.config.engine_config import Graphs
-from specbatch.config.field_errors import first_problem
-from specbatch.core.request import RequestMetrics
-from specbatch.errors import refuse
-from specbatch.files.text_files import UnreadableError, open_regular, parse_json
+from specbatch.core.completion import RequestMetrics
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import speculation_of
 from specbatch.records.steps import Counters as StepCounters
@@ -59,13 +54,13 @@ Flag = Annotated[Any, AfterValidator(_is_flag)]
 CountText = Annotated[str, AfterValidator(_is_count)]
 
 
-T = TypeVar("T", bound=BaseModel)
-
-
 class Table(BaseModel):
     """Values as JSON has them: nothing is converted."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+
+
+T = TypeVar("T", bound=Table)
 
 
 def _with_numbers_of(writer: type) -> Callable[[type[T]], type[T]]:
@@ -236,7 +231,7 @@ class Sampling(Table):
 
 
 class PointWorkload(Workload):
-    """Of a point of a sweep (`sweeps.workload.workloads.Workload.describe`)."""
+    """Of a point of a sweep (`sweeps.workload.description.describe`)."""
 
     configuration: Annotated[str, Field(min_length=1)]
     concurrency: Positive
@@ -395,32 +390,3 @@ class OutputRow(Table):
     token_ids: list[int] | None = None
     accept_length: Amount | None
     verify_steps: Count
-
-
-def checked(setting: str, where: str, model: type[T], value: Any, works: str) -> T:
-    """The value as a `model`. Raises SpecbatchError for `setting` with the first field that is wrong."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        raise refuse(setting, where, f"{first_problem(error)}; {works}") from None
-
-
-def read_rows(setting: str, path: Path, model: type[T], works: str) -> Iterator[dict[str, Any]]:
-    """The rows of a JSONL file, each checked. Raises SpecbatchError with the line that is wrong."""
-    try:
-        with open_regular(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _row(setting, f"{path}:{number}", model, line, works)
-    except (UnreadableError, OSError) as error:
-        reason = error if isinstance(error, UnreadableError) else f"cannot be read ({error.strerror})"
-        raise refuse(setting, str(path), f"{reason}; {works}") from None
-
-
-def _row(setting: str, where: str, model: type[T], line: bytes, works: str) -> dict[str, Any]:
-    try:
-        row: dict[str, Any] = parse_json(line)
-    except UnreadableError as error:
-        raise refuse(setting, where, f"{error}; {works}") from None
-    checked(setting, where, model, row, works)
-    return row

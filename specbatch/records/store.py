@@ -13,7 +13,8 @@ from typing import Any
 from specbatch.errors import refuse
 from specbatch.files.text_files import read_json
 from specbatch.records.run_record import REQUESTS, SCHEMA, RunRecord
-from specbatch.records.schema import OutputRow, Record, RequestRow, checked, read_rows
+from specbatch.records.schema import OutputRow, Record, RequestRow
+from specbatch.records.validation import checked, read_rows
 
 RECORD = "record.json"
 OUTPUT_RECORD = ".record.json"  # after the name of an output of generate

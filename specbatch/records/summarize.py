@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_totals import Requests, RunTotals
 from specbatch.records.steps import Steps

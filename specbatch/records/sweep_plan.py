@@ -5,10 +5,9 @@ folder/sweep.json, folder/<configuration>/c<concurrency>/r<repeat>/record.json, 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, Self
 
@@ -19,8 +18,9 @@ from specbatch.files.atomic_file import write_atomic, writing
 from specbatch.files.text_files import read_json
 from specbatch.records.differences import describe_differences
 from specbatch.records.run_record import RunRecord
-from specbatch.records.schema import Positive, Table, checked
+from specbatch.records.schema import Positive, Table
 from specbatch.records.store import RECORD
+from specbatch.records.validation import checked
 
 PLAN = "sweep.json"
 LEFT_OUT = "left_out.json"  # of an evaluation in several configurations: why some were not measured
@@ -64,7 +64,7 @@ class Rounds(Protocol):
 class Options(Rounds, Protocol):
     """The options of a sweep, as far as its plan depends on them.
 
-    workload: a dataclass with its prompts in `rows`; all fields with repr belong to the plan.
+    workload: a dataclass with the hash of its prompts in `rows_sha256`; all fields with repr belong to the plan.
     """
 
     @property
@@ -128,13 +128,12 @@ def _points(
 def plan_of(configurations: Mapping[str, Described], options: Options) -> dict[str, Any]:
     """Everything that the points of a sweep are made from, as JSON. Prompts are represented by their hash."""
     workload = options.workload
-    rows = json.dumps([asdict(row) for row in workload.rows])
     plan = {
         "configurations": {name: config.as_dict() for name, config in configurations.items()},
         "concurrency": options.concurrency,
         "repeats": options.repeats,
         "workload": {item.name: getattr(workload, item.name) for item in fields(workload) if item.repr},
-        "rows_sha256": hashlib.sha256(rows.encode()).hexdigest(),
+        "rows_sha256": workload.rows_sha256,
     }
     found: dict[str, Any] = json.loads(json.dumps(plan, default=str))
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.engine.record_window import RequestWindow
 from specbatch.engine.scoring import Tally
 from specbatch.records.run_record import RunRecord

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.engine.requests.submissions import Submission
 from specbatch.errors import SpecbatchError
 from specbatch.memory.planner import MemoryShare

@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.core.embedded_prompt import EmbeddedPrompt
-from specbatch.core.request import Completion, RequestMetrics
 from specbatch.engine.requests.submissions import Submission
 from specbatch.replicas.dispatcher import MOST_DEATHS, Dispatcher, Item
 from specbatch.replicas.messages import Abort, Begin, Completed, End, Ended, Submit

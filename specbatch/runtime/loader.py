@@ -18,12 +18,13 @@ from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.planner import size_text
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, parameter_count, shapes_and_matrices, tensor_shapes, weight_shapes
+from specbatch.models.decoder import Decoder
 from specbatch.models.formats.format import Format, MatrixShape, Shapes
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.partition import rows_per_rank
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import parameter_count, shapes_and_matrices, tensor_shapes, weight_shapes
 from specbatch.progress.bars import Stages
 from specbatch.runtime.cuda_graphs import Recorder
 from specbatch.runtime.prefill_forward import EagerForward, Forward, PiecewiseGraphs, PromptWork

@@ -7,7 +7,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.servers.client import Failed, message_of, one_line
 from specbatch.servers.verifies import (
     Drafting,

@@ -18,26 +18,36 @@ which go out as they are and need no tokenizer here.
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import aiohttp
 
-from specbatch.core.request import Completion, SamplingParams
-from specbatch.errors import SpecbatchError, refuse
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
+from specbatch.errors import refuse
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import error_counts, most_at_once, peak_throughput, summarize
 from specbatch.servers import client as http_client
 from specbatch.servers.answer import Answer
-from specbatch.servers.client import CONNECT_S, ERRORS, Failed, StatusError, Unanswered, describe, events, parsed
+from specbatch.servers.client import CONNECT_S, Failed, Unanswered, describe, events, parsed
 from specbatch.servers.prompt_text import PromptText
 from specbatch.servers.scoring import Scores
-from specbatch.servers.server import SENT, Server
+from specbatch.servers.sent_params import fields_of, penalties, refuse_unsent
+from specbatch.servers.served_model import (
+    LLAMACPP,
+    NAME_LENGTH,
+    SGLANG,
+    ask_text,
+    get_text,
+    model_of,
+    tokenizer_of,
+    version_of,
+)
+from specbatch.servers.server import Server
 from specbatch.servers.server_cache import ServerCache
 from specbatch.servers.server_counters import accepted, counters_of
 from specbatch.servers.verifies import Drafting, Timings
@@ -46,11 +56,6 @@ if TYPE_CHECKING:
     from specbatch.engine.scoring import Likelihood, Pair
     from specbatch.text.tokenizer import Tokenizer
 
-NAME_LENGTH = 200  # of a model, which becomes the name of a folder
-VERSION = {"/version": "version", "/server_info": "version", "/props": "build_info"}  # vLLM, SGLang, llama.cpp
-VLLM, SGLANG, LLAMACPP = "vllm", "sglang", "llamacpp"  # owned_by of their models
-NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_penalty": 1.0}
-LONGEST_PENALIZED = 2**20  # tokens: llama.cpp's server has no number for all, and a buffer of so many
 # By `HttpEngine.kind`, what asks it to report its verifies. vLLM does if it was started to.
 VERIFIES = {SGLANG: "return_spec_tokens_details", LLAMACPP: "timings_per_token"}
 Messages = list[dict[str, Any]]
@@ -92,10 +97,10 @@ class HttpEngine:
         come from it, also from that of a server which requests can keep from using it."""
         self.server = server
         self._log = log or (lambda line: None)
-        found = self._model()
+        found = model_of(server)
         self.model: str = found["id"]
         if server.alongside is None and tokenizer:
-            self.tokenizer = self._open_tokenizer(found)
+            self.tokenizer = tokenizer_of(server, found, self._log)
         self.config = server
         self.caps: dict[str, Any] = {"device": server.base_url, "dtype": "the server's own"}
         meta = found.get("meta")  # of llama.cpp
@@ -107,8 +112,8 @@ class HttpEngine:
         owned = found.get("owned_by")
         self.kind = owner = http_client.one_line(owned, NAME_LENGTH) if isinstance(owned, str) else ""
         self._verifies = {VERIFIES[owner]: True} if owner in VERIFIES else {}
-        self._cache = ServerCache(owner or None, lambda path: self._ask_text(path, method="POST"), used=prefix_cache)
-        if (version := self._version()) is not None:
+        self._cache = ServerCache(owner or None, lambda path: ask_text(server, path, method="POST"), used=prefix_cache)
+        if (version := version_of(server)) is not None:
             self.caps["server_version"] = version
             owner = f"{owner} {version}".lstrip()
         about = f" ({owner})" if owner else ""
@@ -130,7 +135,7 @@ class HttpEngine:
     ) -> list[Completion]:
         """As `Engine.generate`; the completions hold text and no token ids. Refuses parameters that are not sent."""
         for own in {id(own): own for own in params}.values():
-            self._refuse_unsent(own)
+            refuse_unsent(own, self.kind)
         self._prepare_texts(prompts)
         cpu = time.thread_time()
         try:
@@ -166,7 +171,7 @@ class HttpEngine:
         which the caller may set."""
         self._prepare_texts([prompt])
         asked, path = self._question(self._asked(prompt))
-        return {"model": self.model, **asked, **self._penalties(SamplingParams()), **self._cache.fields}, path
+        return {"model": self.model, **asked, **penalties(SamplingParams(), self.kind), **self._cache.fields}, path
 
     def messages_of(self, prompt: list[int]) -> Messages:
         """What `know_messages` said of a prompt."""
@@ -179,7 +184,7 @@ class HttpEngine:
     def reset_record(self) -> None:
         """Start a new measured window."""
         self._start_window()
-        self._before = counters_of(self._get_text("/metrics"))
+        self._before = counters_of(get_text(self.server, "/metrics"))
 
     def record(self, *, concurrency: int | None = None, workload: dict[str, Any] | None = None) -> RunRecord:
         """All work since `reset_record`. The accept length is what the server
@@ -188,7 +193,9 @@ class HttpEngine:
         metrics = summarize(self._completions, window, concurrency)
         metrics["peak_output_throughput"] = peak_throughput(self._per_second, window) if self._counts_chunks else None
         metrics["peak_concurrency"] = most_at_once(self._spans)
-        found = accepted(self._before, counters_of(self._get_text("/metrics")), self._completions, self._drafting)
+        found = accepted(
+            self._before, counters_of(get_text(self.server, "/metrics")), self._completions, self._drafting
+        )
         metrics |= found.metrics
         counters = {"errors": error_counts(self._completions), "resent_requests": self._resent} | found.counters
         if window > 0:
@@ -211,7 +218,7 @@ class HttpEngine:
 
     def _prepare_texts(self, prompts: Sequence[Prompt]) -> None:
         if self.server.send == "text" and self._texts is None and any(_is_ids(prompt) for prompt in prompts):
-            self._texts = PromptText(self.tokenizer, lambda body: self._get_text("/tokenize", body))
+            self._texts = PromptText(self.tokenizer, lambda body: get_text(self.server, "/tokenize", body))
 
     def _config(self) -> dict[str, Any]:
         found = self.server.as_dict() | {
@@ -291,23 +298,12 @@ class HttpEngine:
         body: dict[str, Any] = {
             "model": self.model,
             **question,
-            "max_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "ignore_eos": params.ignore_eos,
-            "skip_special_tokens": params.skip_special_tokens,
-            **_sampling(params),
-            **self._penalties(params),
+            **fields_of(params, self.kind),
             **self._cache.fields,
             **self._verifies,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-        if params.stop:
-            body["stop"] = list(params.stop)
-        if params.stop_token_ids:
-            body["stop_token_ids"] = list(params.stop_token_ids)
-        if params.min_tokens:
-            body["min_tokens"] = params.min_tokens
         answer.sent = time.perf_counter()
         try:
             await self._stream(session, path, body, answer)
@@ -356,92 +352,6 @@ class HttpEngine:
             fields["chat_template_kwargs"] = {"enable_thinking": self.server.thinking}
         return fields, "/v1/chat/completions"
 
-    def _penalties(self, params: SamplingParams) -> dict[str, Any]:
-        """Penalties, also those that change nothing: vLLM and SGLang take a repetition penalty that is not sent from
-        the model's generation_config.json. llama.cpp has another name for it, and looks at the last 64 tokens only."""
-        found = {name: getattr(params, name) for name in ("presence_penalty", "frequency_penalty")}
-        if self.kind == LLAMACPP:
-            found["repeat_penalty"] = params.repetition_penalty
-            return found if found == NO_PENALTIES else found | {"repeat_last_n": LONGEST_PENALIZED}
-        return found | {"repetition_penalty": params.repetition_penalty}
-
-    def _refuse_unsent(self, params: SamplingParams) -> None:
-        for item in fields(params):
-            if (value := getattr(params, item.name)) == item.default:
-                continue
-            if item.name not in SENT:
-                raise refuse(item.name, value, "is not sent to a server; leave it out")
-            if item.name in ("min_tokens", "stop_token_ids") and self.kind == LLAMACPP:
-                raise refuse(item.name, value, "llama.cpp's server has no such parameter; leave it out")
-
-    # -- the server -------------------------------------------------------------------------------------------
-
-    def _model(self) -> dict[str, Any]:
-        """The server's description of the requested model."""
-        url, wanted = self.server.base_url, self.server.model
-        try:
-            models = [item for item in json.loads(self._ask_text("/v1/models"))["data"] if _is_name(item["id"])]
-        except (LookupError, TypeError, RecursionError, json.JSONDecodeError):
-            raise refuse("base_url", url, "/v1/models did not answer with OpenAI's list of models") from None
-        except ERRORS as error:
-            if isinstance(error, StatusError) and error.status in (401, 403):
-                works = f"the server at {url} refuses it ({error}); name the environment variable with its key"
-                raise refuse("api_key_env", self.server.api_key_env, works) from None
-            raise refuse("base_url", url, f"no answer from /v1/models ({describe(error)}); is the server up?") from None
-        names = http_client.one_line(", ".join(item["id"] for item in models), 1_000)
-        if wanted is None and len(models) == 1:
-            return dict(models[0])
-        found = next((item for item in models if item["id"] == wanted), None)
-        if found is None:
-            works = f"; name one, such as model={models[0]['id']!r}" if models else ""
-            raise refuse("model", wanted, f"the server at {url} has {names or 'none'}{works}")
-        return dict(found)
-
-    def _open_tokenizer(self, found: dict[str, Any]) -> Tokenizer:
-        from specbatch.weights import open_tokenizer
-
-        if self.server.tokenizer is not None:
-            return open_tokenizer(self.server.tokenizer, self._log)
-        root = found.get("root")
-        name = root if _is_name(root) else self.model
-        try:
-            return open_tokenizer(name, self._log)
-        except SpecbatchError as error:
-            works = f"that of the server's model {name} is not available here; give its folder or .gguf file ({error})"
-            raise refuse("tokenizer", None, works) from None
-
-    def _version(self) -> str | None:
-        """The server's own version, if it has an endpoint for that."""
-        for path, key in VERSION.items():
-            with suppress(ValueError, RecursionError):
-                found = json.loads(self._get_text(path))
-                if isinstance(found, dict) and _is_name(version := found.get(key)):
-                    return version
-        return None
-
-    def _get_text(self, path: str, body: Any = None) -> str:
-        """The text at `path`, of the answer to a POST of `body` if there is one; "" without an answer."""
-        with suppress(*ERRORS):
-            return self._ask_text(path, method="GET" if body is None else "POST", body=body)
-        return ""
-
-    def _ask_text(self, path: str, *, method: str = "GET", body: Any = None) -> str:
-        url, headers = self.server.base_url + path, self.server.headers
-        return asyncio.run(http_client.read_text(url, headers, method=method, body=body))
-
-
-def _is_name(model: object) -> TypeGuard[str]:
-    """Whether a model can be named in messages, tables and folders."""
-    return isinstance(model, str) and model.isprintable() and 0 < len(model) <= NAME_LENGTH
-
 
 def _is_ids(prompt: Prompt) -> TypeGuard[list[int]]:
     return not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], dict))
-
-
-def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """Fields of a sampled request. All of them are sent, because servers take defaults from the model otherwise; -1 is
-    top-k off for vLLM and SGLang."""
-    if not params.temperature:
-        return {}
-    return {"top_p": params.top_p, "top_k": params.top_k or -1, "min_p": params.min_p, "seed": params.seed}

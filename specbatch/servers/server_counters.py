@@ -32,7 +32,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.records.markdown import sum_lists
 from specbatch.records.summarize import emitted_histogram, total_acceptance
 from specbatch.servers.verifies import Drafting, Timings

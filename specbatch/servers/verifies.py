@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.request import RequestMetrics
+from specbatch.core.completion import RequestMetrics
 from specbatch.servers.client import Failed, one_line
 
 MOST_DRAFTS = 1_024  # of a verify that are read

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError, refuse
 from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.jobs.partial_output import PartialRows, Row, parsed, row_seed

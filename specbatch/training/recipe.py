@@ -58,6 +58,9 @@ class Recipe:
         number(lambda rate: 0 < rate < 1, "use a number above 0 and below 1"),
     )
     held_out: int = setting(32, "Number of answers held out for evaluation.", whole(1))
+    train_on_prompts: bool = setting(
+        False, "Also learn to draft within the prompts, as for long texts of which answers are a small part."
+    )
     seed: int = setting(0, "", whole(0, MOST_SEED))
     unroll: int | None = setting(
         None,

@@ -83,6 +83,9 @@ def train_draft(
     examples, described = _examples(config, source, recipe, checkpoint, dtype, folder, open_engine, progress, log)
     kept, held_out = split(examples, recipe.held_out)
     log(f"data: {len(kept)} answers to train on, {len(held_out)} held out; {described['answer_tokens']} tokens in all")
+    if recipe.train_on_prompts:
+        kept = [replace(item, prompt=1) for item in kept]
+        log(f"data: with their prompts {sum(len(item.tokens) for item in kept)} tokens to train on")
 
     with on_device(device), progress("train", "steps") as report:
         target = Target(checkpoint, dtype, device, recipe.max_len)

@@ -7,8 +7,8 @@ import math
 from typing import TYPE_CHECKING
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes, weight_shapes
 from specbatch.models.formats.grouped import GroupedSource
+from specbatch.models.weight_shapes import tensor_shapes, weight_shapes
 from specbatch.text.tokenizer import ByteTokenizer, Tokenizer
 from specbatch.weights.shapes import SHAPES
 

@@ -14,12 +14,12 @@ from specbatch.errors import SpecbatchError, refuse, shown
 from specbatch.files.config_values import table_of
 from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats.cache_scales import is_of_cache
 from specbatch.models.formats.format import SCALES, Format, is_input_scale, scaled
 from specbatch.models.formats.grouped import GroupedSource
 from specbatch.models.formats.registry import FILE_TYPES, FORMATS
 from specbatch.models.formats.settings import KEY
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights.checkpoint import Log, Read, read_config
 

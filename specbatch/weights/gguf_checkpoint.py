@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from specbatch.errors import refuse
 from specbatch.files.text_files import UnreadableError, open_regular
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
 from specbatch.models.gguf_layout import GgufLayout
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.text.tokenizer import Tokenizer
 from specbatch.weights.cache import cache_folder, file_hash, keep, staging
 from specbatch.weights.checkpoint import Log

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from specbatch.memory.recurrent_state import state_bytes, state_types
-from specbatch.models.decoder import weight_shapes
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.runtime.loader import kept_quantized
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specbatch.config.settings import FLAG, check_fields, setting, whole
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import refuse
 
 RANDOM_PROMPTS = 32

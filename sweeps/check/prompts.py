@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import MOST, refuse
 from specbatch.jobs.prompts import Prompt, read_prompts
 from specbatch.servers.engine import HttpEngine
 from specbatch.sweeps.check.options import RANDOM_PROMPTS, SAMPLED, CheckOptions
+from specbatch.sweeps.workload.description import sha256_of
 from specbatch.sweeps.workload.workloads import Workload
 
 if TYPE_CHECKING:
@@ -55,6 +57,19 @@ def encode(
             raise refuse("max_model_len", engine.caps["max_model_len"], works)
         encoded = fitting
     return [ids for ids, _ in encoded], [name for _, name in encoded]
+
+
+def describe(options: CheckOptions, prompts: list[list[int]], seed: int, read: int | None) -> dict[str, Any]:
+    """The workload of a record. read: the number of rows, of which some may be left out; None of random prompts."""
+    return {
+        "command": "check",
+        "seed": seed,
+        **asdict(options),
+        "source": str(options.source) if options.source else None,
+        "prompts": len(prompts),
+        "prompts_left_out": 0 if read is None else read - len(prompts),
+        "prompts_sha256": sha256_of(prompts),
+    }
 
 
 def left_out(record: RunRecord) -> str:

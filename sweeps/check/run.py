@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.engine.interface import InferenceEngine
 from specbatch.errors import counted, refuse
 from specbatch.memory.planner import MemoryShare
@@ -26,7 +26,6 @@ from specbatch.sweeps.check.referee import Referee, RefereePlan, plan_referee
 from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.verdict import Places
 from specbatch.sweeps.run.loading import check_draft, load_engine
-from specbatch.sweeps.workload.description import sha256_of
 
 Log = Callable[[str], None]
 # Of the prompts, one in so many runs without log-probabilities, as most requests of users do: greedy steps then need
@@ -65,13 +64,7 @@ def run_check(
     if plan is not None:
         findings = judged_by(plan, findings, record.caps["dtype"], log, progress)
     record.workload = {
-        "command": "check",
-        "seed": config.seed,
-        **asdict(options),
-        "source": str(options.source) if options.source else None,
-        "prompts": len(prompts),
-        "prompts_left_out": 0 if rows is None else len(rows) - len(prompts),
-        "prompts_sha256": sha256_of(prompts),
+        **check_prompts.describe(options, prompts, config.seed, None if rows is None else len(rows)),
     }
     result = CheckReport(options, findings, record)
     record.workload |= result.summary()

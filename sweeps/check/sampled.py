@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import torch
 
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
@@ -36,7 +37,6 @@ from specbatch.sweeps.check.run import Progress, refuse_simulated
 from specbatch.sweeps.check.verdict import ALPHA, POWER
 from specbatch.sweeps.report.heading import heading, run_on
 from specbatch.sweeps.run.loading import load_engine
-from specbatch.sweeps.workload.description import sha256_of
 
 # Requests of one batch share its kernels, so the first runs without filters, the others together.
 SAMPLING: tuple[dict[str, float], ...] = (
@@ -223,13 +223,7 @@ def run_sampled(
     ]
     result = SampledReport(options, tested, record)
     record.workload = {
-        "command": "check",
-        "seed": config.seed,
-        **asdict(options),
-        "source": str(options.source) if options.source else None,
-        "prompts": len(prompts),
-        "prompts_left_out": 0 if rows is None else len(rows) - len(prompts),
-        "prompts_sha256": sha256_of(prompts),
+        **check_prompts.describe(options, prompts, config.seed, None if rows is None else len(rows)),
         "tokens": count,
         "tests": result.rows,
     }

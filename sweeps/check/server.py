@@ -12,16 +12,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import Completion
+from specbatch.core.completion import Completion
 from specbatch.errors import refuse
 from specbatch.progress.bars import Report
-from specbatch.servers.engine import LLAMACPP, HttpEngine
+from specbatch.servers.engine import HttpEngine
 from specbatch.servers.replies import WITH_IDS, Question, Reply, Shown, Token, ask
+from specbatch.servers.served_model import LLAMACPP
 from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.compared import TextOf, bound_of, compare, most_of, noise
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions
@@ -32,7 +33,6 @@ from specbatch.sweeps.check.report import Answer, CheckReport, Finding
 from specbatch.sweeps.check.run import Log, Progress, both, find_divergence, judged_by
 from specbatch.sweeps.check.server_report import Condition, ServerReport
 from specbatch.sweeps.run.loading import load_engine
-from specbatch.sweeps.workload.description import sha256_of
 
 if TYPE_CHECKING:
     from specbatch.records.run_record import RunRecord
@@ -168,13 +168,7 @@ def run_server(
         progress.more(len(server.probes))
         probed = probes.run(server.probes, progress)
     record.workload = {
-        "command": "check",
-        "seed": seed,
-        **asdict(options),
-        "source": str(options.source) if options.source else None,
-        "prompts": len(prompts),
-        "prompts_left_out": 0 if read is None else read - len(prompts),
-        "prompts_sha256": sha256_of(prompts),
+        **check_prompts.describe(options, prompts, seed, read),
         "baseline_url": server.baseline_url,
         "weights": server.weights,
         "quantized": most_error is not None,

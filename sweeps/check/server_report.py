@@ -17,7 +17,7 @@ from specbatch.servers.replies import Shown
 from specbatch.servers.server import Server
 from specbatch.sweeps.check.compared import FAULT, MOST_NOISE, ROUNDING, UNJUDGED, Divergence, most_of
 from specbatch.sweeps.check.options import CheckOptions
-from specbatch.sweeps.check.probes import Probe
+from specbatch.sweeps.check.probe_requests import Probe
 from specbatch.sweeps.check.prompts import left_out
 from specbatch.sweeps.check.report import CheckReport
 from specbatch.sweeps.check.verdict import noise_of

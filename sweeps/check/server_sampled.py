@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from specbatch.records.run_record import RunRecord
 from specbatch.servers.engine import HttpEngine
 from specbatch.servers.replies import Reply, Shown, Token
 from specbatch.servers.server import Server
+from specbatch.sweeps.check import prompts as check_prompts
 from specbatch.sweeps.check.chi_square import ChiSquare, of_counts, total
 from specbatch.sweeps.check.options import CheckOptions, ServerOptions
 from specbatch.sweeps.check.referee import Referee, plan_referee
@@ -41,7 +42,6 @@ from specbatch.sweeps.check.sampled import (
 )
 from specbatch.sweeps.check.server import ANSWERS, Requests, prompts_of, shown_by
 from specbatch.sweeps.report.heading import heading, run_on
-from specbatch.sweeps.workload.description import sha256_of
 
 TOKENS = 4  # per request
 # Without weights: distributions that the most likely tokens at temperature 1 determine.
@@ -102,7 +102,7 @@ class ServerSampledReport:
             "server": f"{self.server.base_url}, prompts as {self.server.send}",
             "against": self.against,
             "prompts": f"{work['prompts']}, each with {self.options.seeds} seeds for every set of parameters; "
-            f"{TOKENS} tokens each",
+            f"{TOKENS} tokens each{check_prompts.left_out(self.record)}",
         }
         left = [f"Not tested: the server refuses {text_of(sampling)} ({why})." for sampling, why in self.refused]
         return "\n\n".join([heading(lines).rstrip("\n"), self._verdict(), *left, table_of(self.rows)])
@@ -135,7 +135,7 @@ def run_server_sampled(
     """Test the distribution of a server's sampled tokens, and write what was found into `folder`, which exists. Raises
     SpecbatchError for a server that does not show what the test needs."""
     plan = None if own is None else plan_referee(own, options.referee)
-    prompts, _, _ = prompts_of(engine, options, seed, log)
+    prompts, _, read = prompts_of(engine, options, seed, log)
     shown = shown_by(engine, prompts[0])
     _refuse_hidden(engine, shown, with_weights=own is not None)
     sets = SAMPLING if plan is not None else _KNOWN
@@ -179,12 +179,7 @@ def run_server_sampled(
         )
     record = engine.record(concurrency=options.concurrency)
     record.workload = {
-        "command": "check",
-        "seed": seed,
-        **asdict(options),
-        "source": str(options.source) if options.source else None,
-        "prompts": len(prompts),
-        "prompts_sha256": sha256_of(prompts),
+        **check_prompts.describe(options, prompts, seed, read),
         "weights": server.weights,
     }
     result = ServerSampledReport(options, engine.server, against, tested, failed, refused, record)

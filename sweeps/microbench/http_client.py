@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.servers.server import Server
 from specbatch.sweeps.microbench.runner import Row, Table, counts
 

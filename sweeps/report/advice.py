@@ -32,7 +32,7 @@ from specbatch.sweeps.report.notes import notes
 from specbatch.sweeps.report.point_notes import RANDOM_PROMPTS
 from specbatch.sweeps.report.points import bases, gains_of, points_of, speedups_of
 from specbatch.sweeps.report.tables import table
-from specbatch.sweeps.workload.workloads import RANDOM
+from specbatch.sweeps.workload.settings import RANDOM
 
 MEETS = 0.95  # of the requests of a point, for a latency bound
 HEADINGS = ("concurrency", "advice", "speedup", "accept length", "break-even", "met the bound", "others")

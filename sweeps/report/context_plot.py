@@ -20,8 +20,10 @@ _HEIGHT = 2.1  # inches of a panel
 _SPREAD = 1.03  # between the bars of two configurations at one length
 
 
-def context_plot(records: dict[int, list[RunRecord]], lengths: dict[tuple[int, str], AcceptChange]) -> str:
-    """SVG with a panel for the accept length and one for the speedup at each concurrency.
+def context_plot(
+    records: dict[int, list[RunRecord]], lengths: dict[tuple[int, str], AcceptChange], *, brief: bool = False
+) -> str:
+    """SVG with a panel for the accept length and one for the speedup at each concurrency; brief: at the smallest one.
 
     records  by the length of the prompts in tokens
     lengths  accept length by length of the prompts and configuration
@@ -31,6 +33,7 @@ def context_plot(records: dict[int, list[RunRecord]], lengths: dict[tuple[int, s
         own = looks(points)
         speedups = {size: speedups_of(found) for size, found in records.items()}
         concurrencies = sorted({concurrency for found in speedups.values() for concurrency, _ in found})
+        concurrencies = concurrencies[:1] if brief else concurrencies
         figure, every = panels(1 + len(concurrencies), _HEIGHT)
         bars = {name: {size: (one.after, one.interval.low, one.interval.high, True)
                        for (size, which), one in lengths.items() if which == name} for name in own}  # fmt: skip
@@ -53,7 +56,7 @@ def context_plot(records: dict[int, list[RunRecord]], lengths: dict[tuple[int, s
             axes.minorticks_off()
         every[-1].set_xlabel("input tokens")
         legend(figure)
-        return svg(figure, NAME)
+        return svg(figure, f"{NAME}-brief" if brief else NAME)
 
 
 def _panel(axes: Axes, values: dict[str, dict[int, Any]], own: Looks, title: str, unit: str) -> None:

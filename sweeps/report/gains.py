@@ -1,7 +1,8 @@
 """Gains of a run over the one before it: a few metrics of each point with before, after, delta and gain in percent.
 
-The table of a change of an engine, as pull requests have it. A number that became worse is named as a regression, with
-the verdict of `compare` where that does not show it. A p99 is that of the samples there are; a note says how many.
+The table of a change of an engine, as pull requests have it. A number that became worse is named as a regression, and a
+change that the repeats do not show has the verdict of `compare`. A p99 is that of the samples there are; a note says
+how many.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from specbatch.records.markdown import markdown_table
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_totals import least_values
 from specbatch.records.runs import PointKey, Replicates, load_run, match
-from specbatch.records.verdicts import LOSES, NOT_JUDGED, speedup_of
+from specbatch.records.verdicts import LOSES, NOT_JUDGED, PAYS, speedup_of
 from specbatch.sweeps.report.compare import missing_notes
 from specbatch.sweeps.report.heading import made_up
 
@@ -62,10 +63,11 @@ class Gain:
 
     @property
     def gain_text(self) -> str:
-        text = self.share_text
-        if not self.is_regression:
-            return text
-        return f"{text} (regression)" if self.verdict == LOSES else f"{text} (regression, {self.verdict})"
+        """With what was not shown by the repeats."""
+        words = ["regression"] if self.is_regression else []
+        if self.delta and self.verdict not in (PAYS, LOSES):
+            words.append(self.verdict)
+        return f"{self.share_text} ({', '.join(words)})" if words else self.share_text
 
     @property
     def where(self) -> str:

@@ -12,6 +12,7 @@ from specbatch.records.markdown import markdown_table
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.acceptance import accept_change
+from specbatch.sweeps.report.across import LEAST, across_table
 from specbatch.sweeps.report.points import POINT, points_of
 
 DETECTABLE = f"detectable ({POWER:.0%} power)"
@@ -21,16 +22,31 @@ NOTE = (
 )
 _LATENCY = ("mean_ttft_s", "mean_tpot_s")
 _INTERVAL = f"({CONFIDENCE:.0%} interval)"
+_ACCEPT = f"accept length {_INTERVAL}"
 _OF_GROUPS = (
-    *("requests", "input tokens", "output tokens", f"accept length {_INTERVAL}", "accept rate"),
+    *("requests", "input tokens", "output tokens", _ACCEPT, "accept rate"),
     *(METRICS[key].heading for key in _LATENCY),
 )
 
 
 def categories(records: list[RunRecord]) -> str:
     """The tables in Markdown; empty where there are none."""
-    found = [f"{markdown_table(body, headings)}\n" for headings, body in grouped_tables(records)]
+    found = []
+    for headings, body in grouped_tables(records):
+        found += [*_short(headings, body), f"{markdown_table(body, headings)}\n"]
     return "\n".join([*found, *([f"{NOTE}\n"] if found else [])])
+
+
+def _short(headings: list[str], body: list[list[str]]) -> Iterator[str]:
+    """Accept lengths and times per token with a column for each turn, where there are several turns."""
+    turns = list(dict.fromkeys(row[2] for row in body))
+    if headings[2] != "turn" or len(turns) < LEAST:
+        return
+    for what in (_ACCEPT, METRICS["mean_tpot_s"].heading):
+        rows: dict[tuple[Any, ...], dict[str, str]] = {}
+        for row in body:
+            rows.setdefault(tuple(row[:2]), {})[row[2]] = row[headings.index(what)]
+        yield f"By turn, {what}:\n\n{across_table(rows, turns)}\n"
 
 
 def grouped_tables(records: list[RunRecord]) -> Iterator[tuple[list[str], list[list[str]]]]:

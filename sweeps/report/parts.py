@@ -27,9 +27,10 @@ from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.records.verdicts import Speedup
 from specbatch.sweeps.report.acceptance import AcceptChange, accept_change
+from specbatch.sweeps.report.across import across_markdown
 from specbatch.sweeps.report.groups import DETECTABLE
 from specbatch.sweeps.report.heading import about, heading
-from specbatch.sweeps.report.point_notes import failed, left_out
+from specbatch.sweeps.report.point_notes import failed, left_out, simulated
 from specbatch.sweeps.report.points import POINT, SWEEP, bases, gains_of, load_records, points_of, speedups_of
 from specbatch.sweeps.report.tables import as_json, decision, table
 
@@ -38,6 +39,7 @@ RECORDS = "*/c*/r*/record.json"  # in the folder of a part
 MODES = {"on": True, "off": False}
 # Fields of a workload, as headings.
 _AXES = {"input_len": "input tokens", THINKING: THINKING, "scramble": "scramble", RATE: "request rate"}
+EVERY_POINT = "Every point:"  # the short tables end here
 _ORDER = ("on", "off", "none", "shuffled", "random")
 
 
@@ -117,7 +119,7 @@ def _place(label: str) -> tuple[Any, ...]:
 
 def write_parts(folder: Path, output: Path | None = None, axis: str | None = None) -> tuple[str, list[dict[str, Any]]]:
     """Write `summary.csv`, `summary.md` and, where something was drafted, `acceptance.csv` and, of lengths,
-    `plots/context.svg` into `output` (by default `folder`); return the Markdown and the rows as JSON values. Empty
+    plots by context into `output` (by default `folder`); return the Markdown and the rows as JSON values. Empty
     where no point is finished."""
     parts = load_parts(folder, axis)
     if parts is None:
@@ -152,7 +154,9 @@ def part_files(parts: Parts) -> tuple[dict[str, str], list[dict[str, Any]]]:
         files["acceptance.csv"] = _csv(parts.axis, changes)
     if parts.axis == "input_len" and changes:
         lengths = {(int(one.label), one.configuration): one.change for one in changes}
-        files["plots/context.svg"] = context_plot({int(label): own for label, own in parts.records.items()}, lengths)
+        sizes = {int(label): own for label, own in parts.records.items()}
+        files["plots/context.svg"] = context_plot(sizes, lengths)
+        files["plots/context-brief.svg"] = context_plot(sizes, lengths, brief=True)
     return files, as_json(every)
 
 
@@ -208,17 +212,39 @@ def markdown(parts: Parts, rows: dict[str, Any], changes: list[PartAcceptance]) 
     below = ", ".join(f"{parts.folders[label].name}/summary.md" for label in parts.records)
     sections = [
         heading(_about(parts, first)),
+        _glance(parts, changes),
         f"{markdown_table([[row.get(name, '-') for name in names] for row in body], names)}\n",
         f"{apart}\n" if (apart := parts_table(points, (parts.title, *POINT))) else "",
         acceptance_markdown(parts, changes),
-        pays_markdown(parts) if parts.axis == "input_len" else "",
         f"* {DETECTABLE}: the smallest gain, and below the smallest change, that an interval like that of its row "
         "would have excluded with this probability. A smaller one may be there and not be seen.\n",
+        "".join(f"* {note}\n" for note in simulated([one for own in parts.records.values() for one in own])),
         "".join(failures),
         f"* UNFINISHED: {parts.title} {listed(parts.unfinished)}\n" if parts.unfinished else "",
         f"* {below}: all columns and notes\n",
     ]
     return "\n".join(filter(None, sections))
+
+
+def _glance(parts: Parts, changes: list[PartAcceptance]) -> str:
+    """What the long tables below say, with a column for each part, and where speculation pays by length."""
+    lengths: dict[tuple[Any, ...], dict[str, str]] = {}
+    for one in changes:
+        lengths.setdefault((one.concurrency, one.configuration), {})[one.label] = one.change.length_text
+    speedups = {label: speedups_of(records) for label, records in parts.records.items()}
+    short = across_markdown(parts.title, lengths, speedups)
+    pays = pays_markdown(parts) if parts.axis == "input_len" else ""
+    power = _power([one.change.detectable for one in changes], speedups) if short else ""
+    return "\n".join(filter(None, (short, pays, power, f"{EVERY_POINT}\n" if short or pays else "")))
+
+
+def _power(changes: list[float | None], speedups: Mapping[str, Mapping[tuple[Any, ...], Speedup]]) -> str:
+    """The smallest and the largest detectable effect of the short tables."""
+    lengths = [f"{one:.3f}" for one in sorted(one for one in changes if one is not None)]
+    gains = sorted(one.detectable for own in speedups.values() for one in own.values() if one.detectable is not None)
+    both = (("of accept lengths", lengths), ("of speedups", [share_text(one) for one in gains]))
+    texts = [f"{what} {found[0]} to {found[-1]}" for what, found in both if found]
+    return f"{DETECTABLE} in these tables: changes {' and '.join(texts)}.\n" if texts else ""
 
 
 def _about(parts: Parts, first: list[RunRecord]) -> dict[str, str]:
@@ -248,7 +274,7 @@ def acceptance_markdown(parts: Parts, changes: list[PartAcceptance]) -> str:
     ]  # fmt: skip
     at = ", ".join(str(one) for one in dict.fromkeys(one.concurrency for one in changes))
     note = f"At concurrency {at}; intervals are over prompts (jackknife), those of changes prompt by prompt."
-    return f"Accept length by {parts.title}:\n\n{markdown_table(body, headings)}\n\n{note}\n"
+    return f"Accept length and its change by {parts.title}:\n\n{markdown_table(body, headings)}\n\n{note}\n"
 
 
 def pays_markdown(parts: Parts) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from specbatch.core.request import INCOMPLETE
+from specbatch.core.completion import INCOMPLETE
 from specbatch.records.markdown import sum_lists
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.plot_style import GREY, INK, ROOM, Looks, Plot, beside, legend, marks, panels

@@ -9,7 +9,7 @@ from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.steps import MIN_FULL_STEPS
 from specbatch.sweeps.report.note import Note, place_of, places_in_short
-from specbatch.sweeps.workload.workloads import RANDOM
+from specbatch.sweeps.workload.settings import RANDOM
 
 ERRORS_SHOWN = 3
 RANDOM_PROMPTS = "RANDOM PROMPTS"

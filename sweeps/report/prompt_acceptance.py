@@ -18,7 +18,7 @@ import numpy as np
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.request import INCOMPLETE
+from specbatch.core.completion import INCOMPLETE
 from specbatch.errors import refuse
 from specbatch.records.differences import conflicts
 from specbatch.records.intervals import LEAST_PROMPTS, Interval, Sample, over_prompts

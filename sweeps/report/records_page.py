@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_type_hints
 
-from specbatch.core.request import RequestMetrics
+from specbatch.core.completion import RequestMetrics
 from specbatch.jobs.frames import POINT
 from specbatch.records.metric import Metric
 from specbatch.records.metrics import METRICS, RELATIVE, glossary

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
+from specbatch.engine.requests.prompt_reader import check_size
 from specbatch.errors import about, counted, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.records.run_record import RunRecord
@@ -57,8 +58,10 @@ class SweepOptions(Rounds):
 
     def fitted(self, configs: Configs) -> dict[str, EngineConfig | Server]:
         """Engines as long as the workload's prompts and answers, unless they were asked to be longer. Servers are as
-        they are."""
+        they are. Refused: rows with parameters that are not sent to these."""
         own = engines_of(configs)
+        if len(own) < len(configs):
+            self.workload.refuse_unsent()
         most = max(self.concurrency)
         if self.until_precise is not None and len(configs) < 2:
             works = "a ratio needs a configuration to compare with; use at least two, or repeats=3"
@@ -176,6 +179,8 @@ class BenchmarkPrompts:
 
     def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         lengths = self.lengths[: self._workload.count(concurrency)]
+        if (check := getattr(engine, "check", None)) is not None:  # a client of a server has none
+            check_prompts(check, engine.caps, self._workload, *self._of(concurrency), lengths)
         check_concurrency(name, engine.caps, _replicas(engine), self._workload.held(concurrency), lengths)
 
     def warm_up(self, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
@@ -244,6 +249,22 @@ class BenchmarkPrompts:
         """The prompts of a point, and their parameters."""
         count = self._workload.count(concurrency)
         return self.prompts[:count], self.params[:count]
+
+
+def check_prompts(
+    check: Callable[[list[int], SamplingParams, int], None],
+    caps: Mapping[str, Any],
+    workload: Workload,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    lengths: list[int],
+) -> None:
+    """Refuse prompts that an engine cannot run, the last ones of recorded conversations included. check: that of the
+    engine; lengths: of `longest`"""
+    for index, (tokens, wanted, most) in enumerate(zip(prompts, params, lengths, strict=True)):
+        check(tokens, wanted, index)
+        if workload.replay:
+            check_size(caps, most - wanted.max_new_tokens, wanted.max_new_tokens, index)
 
 
 def check_concurrency(name: str, caps: Mapping[str, Any], replicas: int, most: int, lengths: list[int]) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.jobs.replay import history_after
 from specbatch.text.thinking import Reasoning
 

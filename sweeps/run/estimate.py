@@ -14,13 +14,14 @@ from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import counted
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
 from specbatch.progress.bars import time_text
-from specbatch.records.sweep_plan import points
+from specbatch.records.sweep_plan import check_plan, plan_of, points
 from specbatch.servers.server import Server
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
-from specbatch.sweeps.run.benchmark import SweepOptions, check_concurrency
+from specbatch.sweeps.run.benchmark import SweepOptions, check_concurrency, check_prompts
 from specbatch.sweeps.run.conversations import longest
 from specbatch.sweeps.run.engine_groups import engines_of, groups_of
-from specbatch.sweeps.run.loading import OF_WEIGHTS, Configs, check, of_lengths, shares_of
+from specbatch.sweeps.run.loading import Configs, check, of_lengths, shares_of
+from specbatch.sweeps.run.runner import is_measured
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,18 +32,20 @@ _HEADS = ("configuration", "concurrency", "repeats", "prompts", "new tokens", "a
 
 
 def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str:
-    """A row for each configuration and concurrency with points that are not finished in `folder`: how many (repeats),
-    the prompts and new tokens of each, and the time of all of them. Below are the settings of each configuration, and
-    the memory that an engine (one replica) would get. Points of servers, which are not connected to, have no time.
+    """A row for each configuration and concurrency with points that would run with `folder` as the output: how many
+    (repeats), the prompts and new tokens of each, and the time of all of them. Below are the settings of each
+    configuration, and the memory that an engine (one replica) would get. Points of servers, which are not connected to,
+    have no time.
 
     A step takes as long as reading all weights, or as multiplying them with a row of each request if that is longer,
     at the speeds that the device has now; prompt tokens are multiplied, too. Each step gives a request one token, and
     answers are as long as allowed: drafts that are accepted and answers that end early make a sweep faster. A
     point takes at least as long as its prompts take to arrive. Refused: engines that do not fit.
     """
-    if len(engines_of(configs)) < len(configs):
-        options.workload.refuse_unsent()
-    found = _planned(configs, options)
+    fit = options.fitted(configs)
+    if folder is not None:
+        check_plan(folder, plan_of(fit, options))
+    found = _planned(fit, options)
     plans = {name: plan for name, (_, plan, _) in found.items()}
     first, largest, share = next(iter(found.values()))
     work, tokenizer = options.workload, first.target.tokenizer()
@@ -51,7 +54,7 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     )
     _check_pages(found, configs, options)
     speeds = _speeds(first.device)
-    left = [point for point in points(configs, options) if folder is None or not point.is_finished(folder)]
+    left = [point for point in points(configs, options, folder) if folder is None or not is_measured(point, folder)]
     repeats = Counter((point.configuration, point.concurrency) for point in left)
     rows, total = [], 0.0
     for point in {(point.configuration, point.concurrency): point for point in left}.values():
@@ -83,19 +86,15 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {time_text(total)} ({start}{servers})\n"
 
 
-def _planned(configs: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, MemoryPlan, MemoryShare]]:
+def _planned(fit: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, MemoryPlan, MemoryShare]]:
     """Each engine (one replica) with the memory that it would get, and its share. Refused: what `check` refuses, and
     engines that do not fit."""
     from specbatch.engine.setup.memory_plan import memory_plan
     from specbatch.replicas.engine import of_one
 
     found: dict[str, tuple[Prepared, MemoryPlan, MemoryShare]] = {}
-    fit = options.fitted(configs)
     prepared = check(fit)
-    by_weights: dict[tuple[object, ...], dict[str, EngineConfig]] = {}
-    for name, config in engines_of(fit).items():
-        by_weights.setdefault(tuple(getattr(config, key) for key in OF_WEIGHTS), {})[name] = config
-    for group in (group for ours in by_weights.values() for group in groups_of(ours)):
+    for group in groups_of(engines_of(fit)):
         share = shares_of(group)[0]
         for name, config in group.items():
             one, (_, own) = prepared[name], of_one(config, share)
@@ -119,10 +118,10 @@ def _check_pages(
         caps = {"max_running": plan.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
         replicas = engines_of(configs)[name].data_parallel
         caps |= {"verify_slots": slots, "max_model_len": plan.max_model_len}
+        check_prompts(
+            PromptReader(tokenizer, one.target.config, caps).check, caps, options.workload, prompts, params, lengths
+        )
         check_concurrency(name, caps, replicas, options.workload.held(most), lengths)
-        reader = PromptReader(tokenizer, one.target.config, caps)
-        for index, (tokens, own) in enumerate(zip(prompts, params, strict=True)):
-            reader.check(tokens, own, index)
 
 
 def _described(configs: Configs, plans: Mapping[str, MemoryPlan], whose: str, pool: str) -> Iterator[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.sweeps.workload.description import sha256_of
 from specbatch.sweeps.workload.workloads import Workload
 from specbatch.text.thinking import CLOSE, OPEN

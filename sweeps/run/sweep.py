@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.errors import counted, reporting
 from specbatch.progress.bars import NotedReport
-from specbatch.records.sweep_plan import Described, begin, points
+from specbatch.records.sweep_plan import begin, check_plan, plan_of, points
 from specbatch.sweeps.report.notes import losses_of
 from specbatch.sweeps.report.parts import folders_of, label_of, write_parts
 from specbatch.sweeps.report.points import load_records
@@ -35,8 +34,8 @@ def run_sweep(
     report: NotedReport | None = None,
     cluster: Cluster | None = None,
     measured: OnMeasured | None = None,
-) -> str:
-    """Run every point that is not finished, write its record as soon as it is done, and return the Markdown summary.
+) -> None:
+    """Run every point that is not finished, write its record as soon as it is done, and at the end the summary.
 
     `folder` exists; where it holds points of the same sweep, they stay as they are, except for failed ones, which run
     again. On an error or Ctrl-C the summary of what is finished is written first. A configuration that fails (it does
@@ -47,8 +46,8 @@ def run_sweep(
     measured: see `Benchmark`
     """
     fit = options.fitted(configs)
-    run = partial(run_workloads, fit, {folder: Benchmark(options, measured)}, cluster=cluster, log=log, report=report)
-    return _summarized(fit, run, options, folder, log)
+    with _summarized(fit, {folder: options}, f"the summary in {folder}", log):
+        run_workloads(fit, {folder: Benchmark(options, measured)}, cluster=cluster, log=log, report=report)
 
 
 def run_workloads(
@@ -56,6 +55,7 @@ def run_workloads(
     workloads: Mapping[Path, PointWorkload],
     *,
     failed: Failed | None = None,
+    load: PointWorkload | None = None,
     cluster: Cluster | None = None,
     log: Log | None = None,
     report: NotedReport | None = None,
@@ -65,6 +65,7 @@ def run_workloads(
 
     workloads   by the folder of their results
     failed      gets the reasons why engines cannot be built in this process
+    load        the workload that loads the engines, whose lengths an error names. Default: the first one
     """
     if cluster is not None:
         from specbatch.sweeps.run.blocks import run_blocks
@@ -75,8 +76,8 @@ def run_workloads(
         return
     failed = Failed() if failed is None else failed
     check_early(configs, failed, log)
-    load = next(iter(workloads.values())).load
-    with LoadedGroup(configs, lambda group: load(group, log, failed), failed) as loaded:
+    loads = load or next(iter(workloads.values()))
+    with LoadedGroup(configs, lambda group: loads.load(group, log, failed), failed) as loaded:
         for folder, workload in workloads.items():
             run_points(configs, loaded, workload, folder, log=log, report=report)
 
@@ -87,7 +88,7 @@ def parts_of(options: SweepOptions, axis: str, values: Iterable[Any]) -> dict[st
     if axis == "input_len" and options.workload.long_text is not None:
         longest = max(options.workload.window, *(own[axis] for own in works.values()))
         works = {label: own | {"window": longest} for label, own in works.items()}
-    return {label: replace(options, workload=replace(options.workload, **own)) for label, own in works.items()}
+    return {label: replace(options, workload=options.workload.varied(**own)) for label, own in works.items()}
 
 
 def run_parts(
@@ -110,33 +111,18 @@ def run_parts(
     paths = folders_of(folder, axis, tuple(options))
     each = {paths[label]: replace(one, section=f"{axis.replace('_', ' ')} {label}") for label, one in options.items()}
     longest = max(each.values(), key=lambda one: one.workload.max_model_len or 0)
-    fit: Mapping[str, Described] = longest.fitted(configs)
-    if server is not None:
-        fit = {server.model: server.config}
-
-    def run() -> None:
-        if server is None:
-            workloads = {path: Benchmark(one) for path, one in each.items()}
-            run_workloads(fit, workloads, cluster=cluster, log=log, report=report)  # type: ignore[arg-type]
-            return
-        with LoadedGroup(fit, lambda _: nullcontext({server.model: server}), None) as loaded:
-            for path, one in each.items():
-                run_points(fit, loaded, Benchmark(one), path, log=log, report=report)
-
-    def kept() -> str:
-        finished = sum(point.is_finished(path) for path, one in each.items() for point in points(fit, one, path))
-        return what_is_kept(finished, f"the summaries in {folder}")
-
-    with reporting(kept):
-        try:
-            run()
-        finally:
-            begun = [path for path, one in each.items() if any(point.is_finished(path) for point in points(fit, one))]
-            for path in begun:
-                write_summary(path)
-            for path in each.keys() - begun if begun else ():  # named as unfinished
-                begin(path, Benchmark(each[path]).plan(fit))
-            found = write_parts(folder, axis=axis)
+    fit = longest.fitted(configs if server is None else {server.model: server.config})
+    for path, one in each.items():  # fail before a part has run for hours, not after
+        check_plan(path, plan_of(fit, one))
+    try:
+        with _summarized(fit, each, f"the summaries in {folder}", log):
+            if server is None:
+                workloads = {path: Benchmark(one) for path, one in each.items()}
+                run_workloads(fit, workloads, load=Benchmark(longest), cluster=cluster, log=log, report=report)
+            else:
+                _ask(server, fit, each, log, report)
+    finally:
+        found = write_parts(folder, axis=axis)
     return found
 
 
@@ -147,42 +133,44 @@ def run_server(
     *,
     log: Log | None = None,
     report: NotedReport | None = None,
-) -> str:
+) -> None:
     """Run a sweep with a server as the only configuration, named by its model. A point whose requests all fail leaves a
     record with the error, and the others go on."""
-    configs = {server.model: server.config}
-
-    def run() -> None:
-        with LoadedGroup(configs, lambda _: nullcontext({server.model: server}), None) as loaded:
-            run_points(configs, loaded, Benchmark(options), folder, log=log, report=report)
-
-    return _summarized(configs, run, options, folder, log)
+    fit = options.fitted({server.model: server.config})
+    with _summarized(fit, {folder: options}, f"the summary in {folder}", log):
+        _ask(server, fit, {folder: options}, log, report)
 
 
-def _summarized(
-    configs: Mapping[str, Described],
-    run: Callable[[], None],
-    options: SweepOptions,
-    folder: Path,
-    log: Log | None,
-) -> str:
-    """Run all points and write the summary, also of a sweep that is interrupted or fails."""
-    if len(engines_of(configs)) < len(configs):
-        options.workload.refuse_unsent()
+def _ask(
+    server: HttpEngine, fit: Configs, each: Mapping[Path, SweepOptions], log: Log | None, report: NotedReport | None
+) -> None:
+    """Run the points of sweeps with a server as the only configuration."""
+    with LoadedGroup(fit, lambda _: nullcontext({server.model: server}), None) as loaded:
+        for path, one in each.items():
+            run_points(fit, loaded, Benchmark(one), path, log=log, report=report)
+
+
+@contextmanager
+def _summarized(fit: Configs, each: Mapping[Path, SweepOptions], tables: str, log: Log | None) -> Iterator[None]:
+    """Write the summaries of sweeps that have points, also if the block is interrupted or fails, and the plans of the
+    others, which are then named as unfinished. each: by their folders; tables: what is written, and where."""
 
     def kept() -> str:
-        finished = sum(point.is_finished(folder) for point in points(configs, options, folder))
-        return what_is_kept(finished, f"the summary in {folder}")
+        finished = sum(point.is_finished(path) for path, one in each.items() for point in points(fit, one, path))
+        return what_is_kept(finished, tables)
 
     with reporting(kept):
         try:
-            run()
+            yield
         finally:
-            begun = any(point.is_finished(folder) for point in points(configs, options))
-            summary = write_summary(folder) if begun else ""
-    if log is not None and (below := losses_of(load_records(folder))):
-        log(below.log_text)
-    return summary
+            begun = [path for path, one in each.items() if any(point.is_finished(path) for point in points(fit, one))]
+            for path in begun:
+                write_summary(path)
+            for path in each.keys() - begun if begun else ():
+                begin(path, plan_of(fit, each[path]))
+    for path, one in each.items():
+        if log is not None and (below := losses_of(load_records(path))):
+            log(f"{f'{one.section}: ' if one.section else ''}{below.log_text}")
 
 
 def what_is_kept(finished: int, tables: str) -> str:

@@ -40,10 +40,10 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
 
 
 def sources_text(sources: list[str]) -> str:
-    """How many prompts end in files of which folder: "12 prompts: asyncio 3, email 2, ..."."""
+    """How many prompts end in files of which folder: "12 prompts, by what they end in: asyncio 3, email 2, ..."."""
     counts = Counter(source.partition("/")[0] if "/" in source else source.partition(" ")[0] for source in sources)
     named = ", ".join(name if number == 1 else f"{name} {number}" for name, number in counts.most_common())
-    return f"{len(sources)} prompts, which end in {named}"
+    return f"{len(sources)} prompts, by what they end in: {named}"
 
 
 def _arrivals(work: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SHAREGPT = "sharegpt"
 LEAST_TOKENS = 2  # of a prompt, and of an answer
+_LARGEST = 2 << 30  # bytes; the file that benchmarks use has 642 MiB
 _KEYS = ("conversations", "conversation")
 _FORM = 'write [{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, ...]'
 
@@ -41,7 +42,7 @@ class Exchange(Prompt):
 def read_sharegpt(path: Path, seed: int) -> list[Exchange]:
     """The first two messages of each conversation that has them, shuffled. `line` is the place of a conversation in the
     file, from 1. Refused: a file of another form, which the message names with the entry."""
-    entries = read_json("data", path, _FORM)
+    entries = read_json("data", path, _FORM, _LARGEST)
     if not isinstance(entries, list):
         raise refuse("data", str(path), f"must be a JSON list; {_FORM}")
     found = [

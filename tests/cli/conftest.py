@@ -15,7 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import Completion, RequestMetrics, SamplingParams
+from specbatch.core.completion import Completion, RequestMetrics
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.requests.open_requests import StreamEvent
 from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
@@ -177,7 +178,7 @@ class StubEngine:
                 yield StreamEvent(index, [token], None, sample=sample)
             yield StreamEvent(index, [], completion, completion.text, sample)
 
-    def check(self, tokens: list[int], params: SamplingParams) -> None:
+    def check(self, tokens: list[int], params: SamplingParams, index: int | None = None) -> None:
         if len(tokens) + params.max_new_tokens > self.caps["max_model_len"]:
             raise refuse("prompt", f"{len(tokens)} tokens", "too long for the stub")
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from specbatch.cli.generate import summary
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.batch_job import BatchJob
 from specbatch.jobs.job_settings import JobSettings

@@ -76,6 +76,19 @@ def test_a_dry_run_leaves_out_what_is_finished(run: Callable[..., Result]) -> No
     assert re.findall(r"(\d) points, about", run(f"{command} 200,300,inf --dry-run").stdout) == ["0", "2", "0"]
 
 
+def test_some_of_the_rates_keep_the_table_of_all(run: Callable[..., Result]) -> None:
+    command = "sweep --input-len 8 --output-len 4 --request-rate"
+    run(f"{command} 200,300,inf --num-prompts 4")
+    before = Path("out/summary.csv").read_text()
+    run(f"{command} 200,inf --num-prompts 4")
+    assert Path("out/summary.csv").read_text() == before
+    for more in ("", " --dry-run"):  # 100 would run first
+        result = run(f"{command} 100,200 --num-prompts 5{more}", exit_code=2)
+        assert "request-rate-200': is of a sweep with another" in result.stderr
+    assert not Path("out/request-rate-100").exists()
+    assert Path("out/summary.csv").read_text() == before
+
+
 def test_sweeps_of_one_and_of_several_rates_do_not_share_a_folder(run: Callable[..., Result]) -> None:
     command = "sweep --num-prompts 4 --input-len 8 --output-len 4 --request-rate"
     run(f"{command} 200,inf")
@@ -103,6 +116,7 @@ def test_sweeps_of_one_and_of_several_rates_do_not_share_a_folder(run: Callable[
         ("--concurrency 2 --num-prompts 4 --prompts-per-concurrency 2", "--prompts-per-concurrency sets it, too"),
         ("--concurrency 9 --num-prompts 4", "there are 4 prompts; use at most 4, or a larger --num-prompts"),
         ("--dataset gsp --num-prompts 4", "runs all groups"),
+        ("--dataset sharegpt", "--data: sharegpt is not bundled; name ShareGPT_V3"),
         ("--dataset sharegpt --data x.json --output-len 4", "as long as those of its rows; leave it out"),
     ],
 )

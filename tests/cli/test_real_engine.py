@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -190,6 +191,20 @@ def test_dry_run_loads_and_writes_nothing(run):
     assert any(line.startswith("* v2: ") and "KV pages" in line for line in lines)
 
 
+def test_each_of_several_models_has_its_finished_points(run, known_speeds):
+    words = "sweep --concurrency 1 --repeats 1 --input-len 8 --least-prompts 1 --configs grid.toml"
+    Path("grid.toml").write_text('[baseline]\nspec = "off"\n')
+    run(f"{words} --output-len 3 --seed 7 --out out/toy-1")
+    Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [7, 8]\n')
+    shown = run(f"{words} --output-len 3 --seed 7 --out out --dry-run").stdout
+    assert re.findall(r"model (.*):$", shown, re.MULTILINE) == ["toy-1", "toy-2"]
+    assert re.findall(r"(\d) points?, about", shown) == ["0", "1"]
+    for more in ("", "--dry-run"):
+        result = run(f"{words} --output-len 4 --seed 7 --out out {more}", exit_code=2)
+        assert "--output='out/toy-1': is of a sweep with another --output-len (3 there, 4 now)" in result.stderr
+    assert not Path("out/toy-2").exists()
+
+
 def test_dry_run_lists_points_of_servers_without_times(run, known_speeds):
     server = 'engine = "http"\nbase-url = "http://127.0.0.1:9"\n'
     Path("grid.toml").write_text(f'[ours]\nspec = "off"\n\n[sglang]\n{server}\n[vllm]\n{server}')
@@ -204,7 +219,7 @@ def test_dry_run_lists_points_of_servers_without_times(run, known_speeds):
 def test_a_dry_run_refuses_rows_that_are_not_sent_to_a_server(run, sampling):
     Path("grid.toml").write_text('[ours]\nspec = "off"\n[vllm]\nengine = "http"\nbase-url = "http://127.0.0.1:9"\n')
     write_prompts("x", {"prompt": "y", "sampling": sampling})
-    for more in ("--dry-run", ""):
+    for more in ("--dry-run", "", "--request-rate 5,6"):
         words = f"--dataset in.jsonl --configs grid.toml --concurrency 1 --repeats 1 --output-len 4 --out out {more}"
         assert (
             f":2': sampling: {next(iter(sampling))} is not sent to a server"
@@ -327,7 +342,7 @@ def test_grammars_of_rows_and_of_the_job(run):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "concurrency=3: baseline can hold 0 of these requests at once"),  # questions of GSM8K
+        ("", "the prompt has 300 tokens and --max-model-len=64; shorten it"),  # a question of GSM8K
         ("--input-len 9 --output-len 4 --kv-pages 2", "--max-model-len=64: the KV pool of 2 pages holds"),
         (
             "--input-len 9 --output-len 4 --decode-graph whole",

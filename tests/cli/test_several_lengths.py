@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from checkpoints import write_folder
 
 from specbatch.records.archive import pack
 
@@ -48,7 +49,7 @@ def test_each_length_has_a_folder_and_prompts_that_end_alike(sweep, run, tmp_pat
     assert (short["input_len"], long["input_len"], short["window"]) == (20, 40, 40)
     assert short["sources"] == long["sources"]
     assert {source.partition("/")[0] for source in short["sources"]} == {"one", "two"}
-    assert "4 prompts, which end in " in (out / "input-len-20/summary.md").read_text()
+    assert "4 prompts, by what they end in: " in (out / "input-len-20/summary.md").read_text()
     alone = sweep("--input-len 20 --window 40 --output " + str(tmp_path / "alone"))
     assert alone.exit_code == 0, alone.output
     assert workload(tmp_path / "alone")["prompts_sha256"] == short["prompts_sha256"]
@@ -141,3 +142,24 @@ def test_least_prompts(run, tmp_path):
     assert run("sweep", *words.split(), *TINY_SWEEP, "--output", tmp_path / "out").exit_code == 0
     record = json.loads((tmp_path / "out/v2/c1/r1/record.json").read_text())
     assert record["workload"]["prompts"] == 7
+
+
+def test_a_length_that_the_model_does_not_have_is_named(run_toy, tmp_path):
+    words = ["--model", str(write_folder(tmp_path / "tiny")), "--device", "cpu", "--output-len", "4", "--out", "out"]
+    result = run_toy(words)("sweep --dataset many-shot --input-len 8,100 --concurrency 1", 2)
+    reason = "--input-len=100: with --output-len=4 that is --max-model-len=104: the model supports at most 64"
+    assert reason in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("words", ["", "--dry-run"])
+def test_a_recorded_conversation_that_does_not_fit_is_refused_before_a_point_runs(run_toy, jsonl, tmp_path, words):
+    asked, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    fits, grows = [asked, answer], [asked, {"role": "assistant", "content": "b" * 40}, asked, answer]
+    path = jsonl({"messages": fits}, {"messages": grows})
+    model = ["--model", str(write_folder(tmp_path / "tiny")), "--device", "cpu", "--output-len", "4", "--out", "out"]
+    counts = "--concurrency 1,2 --prompts-per-concurrency 1 --least-prompts 1 --configs baseline,v2 --repeats 1"
+    result = run_toy(model)(f"sweep --dataset {path} --replay {counts} {words}", 2)
+    assert "of prompt 1=4: the prompt has " in result.stderr
+    assert "--max-model-len=64; shorten it" in result.stderr
+    assert not (tmp_path / "out").exists()

@@ -19,7 +19,8 @@ from specbatch.drafters.base import Drafter
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, Features, tensor_shapes
+from specbatch.models.decoder import Decoder, Features
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.runtime.prefill_forward import EagerForward
 
 PAGE = 4

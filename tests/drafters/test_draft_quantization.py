@@ -19,15 +19,16 @@ from specbatch import Engine, SpecbatchError
 from specbatch.algorithms import ALGORITHMS, algorithms_with
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight, quantize_fp8_weight
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.models import weight_reader
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, weight_shapes
+from specbatch.models.decoder import Decoder
 from specbatch.models.formats.format import MatrixShape
 from specbatch.models.heads.draft_head import HEAD
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import weight_shapes
 
 SHAPE: dict[str, Any] = {
     "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "vocab_size": 260, "hidden_size": 256,

@@ -16,7 +16,7 @@ from watched_calls import Watch
 from specbatch import Engine, SpecbatchError, weights
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.feature_head import FeatureChain
 from specbatch.engine.device.device_worker import DeviceWorker
@@ -236,7 +236,7 @@ def test_graphs_are_captured_with_the_setting(fp8: bool) -> None:
         recordings=lambda: [Item(), Item()],
         batch=SimpleNamespace(device=CPU),
         _fp8=fp8,
-        _deterministic=False,
+        deterministic=False,
         warm_ups=list,
     )
     assert DeviceWorker.record_graphs(worker, lambda done, total: None) == 2

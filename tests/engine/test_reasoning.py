@@ -11,7 +11,7 @@ from checkpoints import SPECIAL
 from letters import LETTERS, letters_engine, write_letters
 
 from specbatch import Engine, EngineConfig, SamplingParams, Speculation
-from specbatch.core.request import RequestMetrics
+from specbatch.core.completion import RequestMetrics
 
 MARKS = ["<think>", "</think>"]
 PARTS = (

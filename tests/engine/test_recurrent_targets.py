@@ -11,7 +11,7 @@ import torch
 from targets import HYBRIDS, LONGEST, WITHOUT_ATTENTION, TargetCheckpoint, Targets
 
 from specbatch import Engine, EngineConfig, SpecbatchError
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ import transformers as hf
 from checkpoints import tokenizer as bytes_and_merges
 
 from specbatch.config.engine_config import EngineConfig, Graphs
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.core.output_text import OutputText
-from specbatch.core.request import Completion, RequestMetrics, SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.scoring import Likelihood, OnScore
 from specbatch.evals.grid import Evaluation
 from specbatch.evals.report import EvalReport

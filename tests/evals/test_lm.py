@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.utils import postprocess_generated_text
 
 from specbatch import Engine, EngineConfig
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.evals.options import MAX_NEW_TOKENS

@@ -98,6 +98,8 @@ def test_finished_tasks_are_not_run_again(engine: Any, tmp_path: Path) -> None:
     assert (engine.calls, len(again.reports)) == ([], 2)
     with pytest.raises(SpecbatchError, match=r"^output=.*: exists and is not empty; name a new folder"):
         run_eval(engine, EvalOptions("one_digit_sums", output=tmp_path / "out"))
+    with pytest.raises(SpecbatchError, match=r"has results of one_digit_sums as well, which its table would lose"):
+        prepare_several(EvalOptions("one_digit_choices,gsm8k", output=tmp_path / "out"))
 
 
 def test_only_interrupted_tasks_start_over(engine: Any, tmp_path: Path) -> None:

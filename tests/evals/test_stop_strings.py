@@ -18,7 +18,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import Completion, Request, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.request import Request
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.evals.lm import SpecBatchLM
 from specbatch.text.tokenizer import Tokenizer
 

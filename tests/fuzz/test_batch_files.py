@@ -13,7 +13,7 @@ from mutate import dump_json, mutate_bytes, mutate_value
 from openai_types import ErrorLine, OutputLine
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.batch_job import BatchJob
 from specbatch.jobs.job_settings import JobSettings

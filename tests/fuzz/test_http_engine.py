@@ -26,13 +26,14 @@ from misbehaving_server import (
 )
 from mutate import HOSTILE, dump_json, mutate_bytes, mutate_json_text, mutate_value
 
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.servers import client as http_client
 from specbatch.servers.answer import SPECIAL_TOKENS, Answer
 from specbatch.servers.client import Failed, parsed
-from specbatch.servers.engine import HttpEngine, Server
+from specbatch.servers.engine import HttpEngine
 from specbatch.servers.scoring import likelihood_of
+from specbatch.servers.server import Server
 from specbatch.servers.server_counters import accepted, counters_of
 
 TOKENS = 6

@@ -10,7 +10,7 @@ from call_forms import TEMPLATES
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.chat_output import ChatOutput
 from specbatch.jobs.openai_request import ChatBody

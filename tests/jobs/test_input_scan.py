@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.core.request import SamplingParams
-from specbatch.core.sampling_params import _made
+from specbatch.core.sampling_params import SamplingParams, _made
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.formats import PromptRows
 from specbatch.jobs.input_scan import BadLines, scan

@@ -9,7 +9,7 @@ from typing import Any
 
 from echo import Echo
 
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.jobs.formats import PromptRows
 from specbatch.jobs.input_scan import BadLines, scan
 from specbatch.jobs.job_run import JobRun

@@ -99,6 +99,14 @@ def test_text_that_does_not_suffice_is_refused(folder: Path) -> None:
     assert LongText.named("gsm8k") is None
 
 
+@pytest.mark.parametrize(("kind", "named"), [("repository", r"\.c .* \.ts"), ("documents", r"\.md .* README")])
+def test_folder_without_a_file_of_the_kind_is_refused(tmp_path: Path, kind: str, named: str) -> None:
+    (tmp_path / "data.json").write_text("x" * 1000)
+    (tmp_path / "large.py").write_text("x" * (1 << 19))
+    with pytest.raises(SpecbatchError, match=rf"dataset=.* which are {named} .*of at most 256 KiB"):
+        LongText.named(f"{kind}:{tmp_path}")
+
+
 def test_documents_are_prose(folder: Path) -> None:
     found = LongText.named(f"documents:{folder}")
     assert found is not None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from echo import Echo
 
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.jobs import missing_rows
 from specbatch.jobs.formats import PromptRows

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.jobs.formats import BadRow
 from specbatch.jobs.openai_batch import OpenAIBatch, is_openai_batch
 
@@ -120,7 +120,7 @@ def test_assistant_may_have_no_content(read):
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [
         {"role": "user", "content": "x"},
-        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
         {"role": "tool", "content": "2", "tool_call_id": "c1"},
         {"role": "assistant", "content": None},
     ]

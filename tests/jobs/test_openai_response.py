@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.jobs.chat_output import ChatOutput
 from specbatch.jobs.openai_request import BODIES
 from specbatch.jobs.openai_response import response_body

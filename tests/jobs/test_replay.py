@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.replay import read_replay
 from specbatch.sweeps.run.conversations import ask, longest
@@ -97,6 +97,31 @@ def test_malformed_lines_are_refused(write: Callable[..., Path], row: Any, reaso
     with pytest.raises(SpecbatchError, match=r"replay\.jsonl:2'") as error:
         read_replay(path)
     assert reason in str(error.value)
+
+
+def test_messages_are_read_as_apis_return_them(write: Callable[..., Path]) -> None:
+    empty = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+    plain = [MESSAGES[1], *MESSAGES[-3:]]
+    (found,) = read_replay(write({"messages": [plain[0], *({**one, **empty} for one in plain[1:])]}))
+    assert found == read_replay(write({"messages": plain}))[0]
+
+
+def test_rows_set_sampling_and_other_keys_are_noted(write: Callable[..., Path]) -> None:
+    path = write({"messages": MESSAGES, "sampling": {"max_new_tokens": 3}, "metadata": {"run": 1}})
+    workload = Workload(str(path), replay=True, output_len=4)
+    assert [one.max_new_tokens for one in workload.params(1)] == [3]
+    assert workload.notes() == [f"note: {path}:1: keys that are not read: metadata"]
+    with pytest.raises(SpecbatchError, match=r"replay\.jsonl:1': sampling has no parameter \"max_tokens\""):
+        read_replay(write({"messages": MESSAGES, "sampling": {"max_tokens": 3}}))
+
+
+def test_columns_of_a_table_are_read(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    messages = [MESSAGES[1], *MESSAGES[-3:]]
+    row = {"messages": messages, "category": "a", "sampling": {"max_new_tokens": 3}, "note": "x"}
+    pandas.DataFrame([row]).to_parquet(tmp_path / "replay.parquet")
+    (found,) = read_replay(tmp_path / "replay.parquet")
+    assert (found.category, found.sampling, found.unread) == ("a", {"max_new_tokens": 3}, ("note",))
 
 
 def test_only_a_file_is_replayed() -> None:

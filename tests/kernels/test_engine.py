@@ -19,7 +19,7 @@ from watched_calls import Watch
 from specbatch.config.acceptance_profile import AcceptanceProfile
 from specbatch.config.engine_config import Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.kernels.attention import context_kv_triton, qkv_triton
 from specbatch.kernels.attention.deterministic import span_attention_triton, span_latents_triton
 from specbatch.kernels.attention.latent import latent_attention_triton

@@ -15,8 +15,8 @@ from specbatch import EngineConfig, Speculation
 from specbatch.algorithms import ALGORITHMS
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError
-from specbatch.models.decoder import tensor_shapes
 from specbatch.models.heads.dflash import DFlashConfig
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.weights import open_checkpoint
 
 LAYERS_READ = [1, 9, 17, 25, 33]

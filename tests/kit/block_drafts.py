@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.drafters.dflash import DFlashDrafter
-from specbatch.models.decoder import Decoder, Features, tensor_shapes
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.heads.dflash import DFlash, DFlashConfig
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import tensor_shapes
 
 VOCABULARY, HIDDEN, LAYERS = 13, 24, 4
 LENGTHS = (2, 3, 5, 6, 13, 21)

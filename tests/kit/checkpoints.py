@@ -14,8 +14,8 @@ from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
 from specbatch.models.gguf_layout import LAYER_NAMES
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.weights.gguf_file import NAMES
 
 TINY = {

@@ -25,9 +25,10 @@ from specbatch.core.step_input import Proposal
 from specbatch.drafters.base import Drafter, DraftPlan
 from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, Features, tensor_shapes
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.layers.moe import Mixture, read_experts
 from specbatch.models.shape_recorder import ShapeRecorder
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.progress.bars import Stages
 from specbatch.runtime.loader import Loader
 

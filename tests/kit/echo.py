@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from specbatch.core.request import Completion, RequestMetrics, SamplingParams
+from specbatch.core.completion import Completion, RequestMetrics
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.requests.open_requests import StreamEvent
 from specbatch.errors import refuse
 from specbatch.text.tokenizer import ByteTokenizer

@@ -16,7 +16,8 @@ from typing import Any
 
 from local_server import NOT_FOUND, QuietHandler, listening
 
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.engine import Engine
 from specbatch.errors import SpecbatchError
 

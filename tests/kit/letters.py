@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from specbatch.config.engine_config import EngineConfig, Speculation
 from specbatch.engine.engine import Engine
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
+from specbatch.models.weight_shapes import tensor_shapes
 
 LETTERS = [*(chr(code) for code in range(33, 127)), "Ġ", "Ċ"]
 CONFIG = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from specbatch.config.engine_config import AUTO_GRAPHS, EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.evals.report import EvalReport
 from specbatch.records.answers import Score
 from specbatch.records.run_record import RunRecord

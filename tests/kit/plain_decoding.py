@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from specbatch.core.request import Completion, SamplingParams
+from specbatch.core.completion import Completion
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.schedule.worker_calls import SAMPLE_SEED_STEP
 from specbatch.kernels.sampling.filtered_distribution import probabilities_ref
 from specbatch.kernels.sampling.rng import TARGET, uniform_ref

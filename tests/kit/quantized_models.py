@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from uncached import logits_of
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, weight_shapes
+from specbatch.models.decoder import Decoder
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.weights import open_checkpoint
 
 CPU = torch.device("cpu")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from specbatch.core.request import Request, SamplingParams
+from specbatch.core.request import Request
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.memory.page_pool import PagePool
 from specbatch.memory.prefix_cache import PrefixCache

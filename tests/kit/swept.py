@@ -11,7 +11,7 @@ from typing import Any
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.config.speculation import Speculation
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.records.environment import versions
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import emitted_histogram, summarize, total_acceptance

@@ -26,9 +26,10 @@ from specbatch.kernels.attention.prefill.prefill_backends import prefill_backend
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, tensor_shapes, weight_shapes
+from specbatch.models.decoder import Decoder
 from specbatch.models.heads.eagle import eagle_shapes
 from specbatch.models.heads.lilicorr import published_head, published_shape
+from specbatch.models.weight_shapes import tensor_shapes, weight_shapes
 from specbatch.progress.bars import Report
 
 SIZES: dict[str, Any] = {

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
 from specbatch.models.heads.domino import DominoConfig
 from specbatch.models.heads.dspark import DSparkConfig
 from specbatch.models.heads.lilicorr import LiLiCorrConfig
 from specbatch.models.heads.xpress import XPressConfig
+from specbatch.models.weight_shapes import tensor_shapes
 
 BOS, EOS = 1, 2
 _PIECES = [b"", b"<s>", b"</s>", *(bytes([97 + i]) for i in range(26))]

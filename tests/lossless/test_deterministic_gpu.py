@@ -23,7 +23,7 @@ from specbatch.kernels.gemm.dense.skinny_gemm_configs import tile_for
 from specbatch.kernels.gemm.deterministic import fixed_order
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.weights.dummy import DummyCheckpoint
 from specbatch.weights.shapes import SHAPES
 

@@ -22,7 +22,8 @@ from specbatch.kernels.collectives.communicator import DeviceCommunicator
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, tensor_shapes, token_bytes
+from specbatch.models.decoder import Decoder, token_bytes
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.weights.shapes import SHAPES
 
 CPU = torch.device("cpu")

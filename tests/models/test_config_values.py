@@ -17,7 +17,6 @@ from targets import HYBRIDS, LATENT, SIZES, TARGETS, WINDOWED
 import specbatch.models
 from specbatch.errors import SpecbatchError
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
 from specbatch.models.heads.domino import DominoConfig
@@ -26,6 +25,7 @@ from specbatch.models.heads.dspark import DSparkConfig
 from specbatch.models.heads.eagle3 import Eagle3Config
 from specbatch.models.heads.lilicorr import LiLiCorrConfig
 from specbatch.models.heads.xpress import XPressConfig
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.weights.folder import check_tensors
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7}

@@ -27,10 +27,11 @@ from specbatch.kernels.sampling.tree_verify import ancestor_words, tree_depths
 from specbatch.memory.kv_cache import KVCache
 from specbatch.memory.recurrent_state import RecurrentStates, state_types
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, parameter_count
+from specbatch.models.decoder import Decoder
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.layers.blocks import Attention
 from specbatch.models.registry import family_modules
+from specbatch.models.weight_shapes import parameter_count
 from specbatch.weights import open_checkpoint
 
 Close = Callable[[torch.Tensor, torch.Tensor], None]

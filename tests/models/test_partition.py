@@ -25,9 +25,10 @@ from specbatch.kernels.gemm.linear import Norm
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
 from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight
 from specbatch.kernels.sampling.argmax_topk import Maxima, argmax
-from specbatch.models.decoder import Decoder, parameter_count
+from specbatch.models.decoder import Decoder
 from specbatch.models.partition import RowParallelLinear, part_of, scores
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import parameter_count
 from specbatch.weights import open_checkpoint
 
 CPU = torch.device("cpu")

@@ -104,7 +104,8 @@ FAMILY_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "a tool and a tokenizer of GGUF": tuple(f"specbatch/weights/gguf_{name}.py" for name in ("file", "tokenizer")),
         "the benchmark beside llama.cpp": ("sweeps/microbench/__main__.py", "sweeps/microbench/cpu_llama.py"),
         "a server and a model of benchmarks": (
-            "specbatch/servers/engine.py",
+            "specbatch/servers/sent_params.py",
+            "specbatch/servers/served_model.py",
             "specbatch/servers/server_counters.py",
             "sweeps/microbench/cublas_algorithms.py",
         ),

@@ -23,7 +23,7 @@ from specbatch.cli.app import app
 from specbatch.errors import SpecbatchError
 from specbatch.extras import EXTRAS, missing, needs
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
+from specbatch.models.weight_shapes import tensor_shapes
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -103,7 +103,7 @@ def test_generate_and_its_like_import_no_package_for_tables_and_evaluations(mode
     assert [len(row["token_ids"]) for row in rows] == [5, 5]
     _, _, _, heavy, count = found[0]
     assert heavy == [], "imported when they are needed"
-    assert count < 1700, "torch has about 1,100 of these modules"
+    assert count < 1720, "torch has about 1,100 of these modules"
     assert "pip install 'specbatch[http]'" in found[3][1]
 
 

@@ -14,6 +14,7 @@ BY_NAME = {
     "specbatch/engine/setup/prepare.py": "drafters, from the registry of algorithms",
     "specbatch/models/registry.py": "families",
     "specbatch/models/decoder.py": "families",
+    "specbatch/models/weight_shapes.py": "families",
     "specbatch/models/heads/layer_mtp.py": "the layers of a family",
     "specbatch/training/trainer.py": "trainable heads, from the registry of algorithms",
     "specbatch/weights/gguf_file.py": "layouts of families",

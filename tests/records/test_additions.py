@@ -36,7 +36,7 @@ CHOSEN_IN: dict[str, tuple[str, ...]] = {
         "specbatch/servers/engine.py", "specbatch/servers/server_counters.py",
     ),
     "an example in the documentation": ("sweeps/report/records_page.py",),
-    "a setting of the same name": ("sweeps/workload/workloads.py",),
+    "a setting of the same name": ("sweeps/workload/settings.py",),
 }  # fmt: skip
 # Adds an entry before anything else reads the registry, then asks for the metric wherever it should be.
 ADDED = """

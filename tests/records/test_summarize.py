@@ -15,7 +15,7 @@ from made_runs import make_record, metrics_of
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.core.acceptance import Acceptance
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.files.atomic_file import write_atomic
 from specbatch.records.environment import hardware, versions
 from specbatch.records.metrics import METRICS

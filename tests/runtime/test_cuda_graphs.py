@@ -21,7 +21,7 @@ from specbatch import EmbeddedPrompt, SpecbatchError
 from specbatch.config.engine_config import Graphs
 from specbatch.config.speculation import Speculation
 from specbatch.core.attention_metadata import PrefillMetadata, PromptChunk
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillStep
 from specbatch.kernels.attention.queries import PrefillInputs

@@ -22,10 +22,11 @@ from misbehaving_server import (
     reset,
 )
 
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.servers import client as http_client
-from specbatch.servers.engine import HttpEngine, Server
+from specbatch.servers.engine import HttpEngine
+from specbatch.servers.server import Server
 
 BYTES = types.SimpleNamespace(
     name="bytes", vocab_size=256, eos_ids=frozenset(), bos_id=1,

@@ -14,10 +14,11 @@ import pytest
 from checkpoints import gguf_bytes
 from openai_server import Script, serving
 
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.servers.answer import Answer
-from specbatch.servers.engine import HttpEngine, Server
+from specbatch.servers.engine import HttpEngine
+from specbatch.servers.server import Server
 from specbatch.servers.server_counters import accepted, counters_of
 from specbatch.weights import open_tokenizer
 

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from specbatch.core.request import Request, RequestMetrics, SamplingParams
+from specbatch.core.completion import RequestMetrics
+from specbatch.core.request import Request
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.servers.answer import Answer
 from specbatch.servers.client import Failed
 from specbatch.servers.verifies import Drafting, Progress, Step, Timings, add_verifies, of_llamacpp

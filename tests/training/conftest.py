@@ -23,7 +23,7 @@ from specbatch import weights
 from specbatch.cli.output import open_engine
 from specbatch.config.engine_config import EngineConfig
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.training import trainer
 from specbatch.training.answers import read_answers
 from specbatch.training.data import Example

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specbatch.models.decoder import Decoder, weight_shapes
+from specbatch.models.decoder import Decoder
 from specbatch.models.heads.dflash2 import DFlash2, DFlash2Config
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.training.data import Batch
 from specbatch.training.dflash2 import Convolution, DFlash2Head
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specbatch.models.decoder import weight_shapes
 from specbatch.models.heads.domino import DominoConfig
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.training.data import Batch
 from specbatch.training.domino import DominoHead
 

@@ -11,7 +11,7 @@ import pytest
 from letters import letters_engine, write_letters
 from safetensors.torch import load_file
 
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 
 SCRIPT = Path(__file__).parents[2] / "docs/grids/fine_tune.py"
 

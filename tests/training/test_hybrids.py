@@ -10,9 +10,9 @@ from targets import HYBRIDS, LATENT
 from uncached import decoder_of
 
 from specbatch.kernels.attention.qkv import split_qkv_rope_ref
-from specbatch.models.decoder import tensor_shapes
 from specbatch.models.heads.mtp import Mtp, mtp_config
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.training.chain import Memory, ahead
 from specbatch.training.data import Batch, Example
 from specbatch.training.mtp import MtpHead

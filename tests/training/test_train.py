@@ -17,6 +17,8 @@ from trained import TRAINED
 
 from specbatch.algorithms import ALGORITHMS
 from specbatch.errors import SpecbatchError
+from specbatch.training import run
+from specbatch.training.data import Example
 from specbatch.training.dflash import DFlashHead
 from specbatch.training.head import Scores
 from specbatch.training.recipe import HEADS, Recipe
@@ -155,3 +157,15 @@ def test_learning_rate_warmup_and_decay():
     assert max(rates) == 1
     assert rates[4:] == sorted(rates[4:], reverse=True)
     assert rate(100, 100) == pytest.approx(FLOOR)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "dflash"])
+def test_training_on_prompts_sees_them_and_measures_answers(train, answers_file, tmp_path, watch, algorithm):
+    shown = watch(run, "train", before=lambda head, target, kept, held_out, *_, **__: (kept, held_out))
+    for name, on_prompts in (("answers", False), ("all", True)):
+        how = {"held_out": 2, "steps": 1, "train_on_prompts": on_prompts}
+        train(tmp_path / name, algorithm, answers=answers_file, **how)
+    (kept, held_out), (all_kept, all_held_out) = shown
+    assert held_out == all_held_out
+    assert all_kept == [Example(item.tokens, 1) for item in kept]
+    assert any(item.prompt > 1 for item in kept)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specbatch.models.decoder import weight_shapes
 from specbatch.models.heads.xpress import Refiner, XPressConfig
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.training.data import Batch
 from specbatch.training.xpress import BASE_WEIGHT, PASS_WEIGHT, PASSES, XPressHead
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
-from specbatch.models.decoder import parameter_count, tensor_shapes, weight_shapes
 from specbatch.models.formats.fp8 import FP8Weights
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import parameter_count, tensor_shapes, weight_shapes
 from specbatch.weights import open_checkpoint
 from specbatch.weights.dummy import SHAPES, random_tensor
 

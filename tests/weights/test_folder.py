@@ -11,7 +11,7 @@ from crossed import crossed
 from safetensors.torch import load_file, save_file
 
 from specbatch.errors import SpecbatchError
-from specbatch.models.decoder import parameter_count
+from specbatch.models.weight_shapes import parameter_count
 from specbatch.weights import open_checkpoint
 
 Make = Callable[..., Any]

@@ -18,7 +18,7 @@ from watched_calls import Watch
 from specbatch.errors import SpecbatchError
 from specbatch.files.atomic_file import is_leftover
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.weights import gguf_checkpoint, gguf_file, gguf_tensors, known_models, open_checkpoint
 from specbatch.weights.cache import file_hash
 

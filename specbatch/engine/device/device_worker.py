@@ -7,10 +7,9 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,13 +19,12 @@ from specbatch.core.device_batch import Admission, DeviceBatch
 from specbatch.core.sampling import SamplingFlags
 from specbatch.core.step_input import StepInput
 from specbatch.drafters.corpus import Answer, Corpus
-from specbatch.engine.device.deferred_interrupts import DeferredInterrupts
 from specbatch.engine.device.host_masks import AskedHost, Drafts, MaskUpload, StepInParts
 from specbatch.engine.device.prefill import Prefilled, PrefillStep, PrefillWork
+from specbatch.engine.device.rank_calls import ANSWER, OtherRanks, launches
 from specbatch.engine.device.score_step import ScoreStep, ScoreWork
 from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.device.token_check import TokenCheck
-from specbatch.kernels.collectives.communicator import Communicator
 from specbatch.kernels.common.upload import upload
 from specbatch.kernels.dispatch import use_deterministic
 from specbatch.kernels.gemm.quantized.fp8_activations import use_fp8_activations
@@ -46,66 +44,6 @@ from specbatch.runtime.prefill_forward import PromptWork
 
 if TYPE_CHECKING:
     from specbatch.runtime.parallel_compilation import Compiled
-
-P = ParamSpec("P")
-T = TypeVar("T")
-ANSWER = "answer"  # what the other ranks are sent within a call, see `AskedHost`
-CALLS: list[str] = []  # the methods that launch work. Call them in `torch.inference_mode()`
-
-
-class OtherRanks(Protocol):
-    """The other ranks of a tensor-parallel engine, which make the same calls as this one."""
-
-    def build(self) -> Communicator:
-        """Start them, if they are not running, and have them build their part of the engine. Returns this rank's end of
-        the group."""
-        ...
-
-    def send(self, name: str, arguments: tuple[Any, ...]) -> None:
-        """Have them make a call. Raises SpecbatchError if one of them has failed."""
-
-    def check(self) -> None:
-        """Raises SpecbatchError if one of them has failed."""
-
-    def with_theirs(self, report: Report) -> Report:
-        """A report for the progress of this rank in building an engine, which adds that of the others."""
-        ...
-
-    def wait_until_built(self) -> None:
-        """Wait until they have built their parts of the engine. Raises SpecbatchError if one of them has failed."""
-
-    def report(self, number: int, history: list[int]) -> None:
-        """Compare the digests of this rank with theirs, see `TokenCheck`."""
-
-    def wait_until_compared(self) -> None:
-        """Wait until all digests that were reported are found equal. Raises SpecbatchError if they are not."""
-
-    def fail(self, error: BaseException) -> None:
-        """A call has raised an error here, and the ranks are at different places in their work. Raises SpecbatchError
-        if this is a consequence of what happened to another rank."""
-
-
-def launches(method: Callable[Concatenate[DeviceWorker, P], T]) -> Callable[Concatenate[DeviceWorker, P], T]:
-    """A method that launches work. The other ranks, if any, are sent the same call first. Ctrl-C waits until both have
-    happened, as ranks with different work would wait for each other forever."""
-    CALLS.append(method.__name__)
-
-    @wraps(method)
-    def call(self: DeviceWorker, *args: P.args, **kwargs: P.kwargs) -> T:
-        others = self.others
-        if others is None:
-            with use_deterministic(self._deterministic):
-                return method(self, *args, **kwargs)
-        assert not kwargs, "calls are sent by position"
-        with DeferredInterrupts():
-            try:
-                others.send(method.__name__, args)
-                return method(self, *args, **kwargs)
-            except BaseException as error:
-                others.fail(error)
-                raise
-
-    return cast("Callable[Concatenate[DeviceWorker, P], T]", call)
 
 
 class DeviceWorker:
@@ -151,7 +89,7 @@ class DeviceWorker:
         self._prefill_chunk = prefill_chunk
         self.recorded_tokens = recorded_tokens
         self._fp8 = fp8
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         self.token_check = token_check
         self.corpus = corpus
         self._shares = False  # whether requests of the next steps share prefixes
@@ -371,7 +309,7 @@ class DeviceWorker:
             return None
         from specbatch.runtime.parallel_compilation import compile_ahead
 
-        with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):
+        with use_fp8_activations(self._fp8), use_deterministic(self.deterministic):
             found = compile_ahead([item.capture() for item in recordings], self.warm_ups(), report)
         torch.cuda.empty_cache()  # recordings warm up on another stream
         return found
@@ -380,14 +318,14 @@ class DeviceWorker:
     def record_graphs(self, report: Report) -> int:
         """Run what is not recorded once, so that it is ready, then record every bucket. Returns how many buckets."""
         recordings = self.recordings()
-        with use_deterministic(self._deterministic):
+        with use_deterministic(self.deterministic):
             for program in self.warm_ups():
                 program()
         if self.batch.device.type == "cuda":
             torch.cuda.empty_cache()
         total = sum(len(item) for item in recordings)
         report(0, total)
-        with use_fp8_activations(self._fp8), use_deterministic(self._deterministic):
+        with use_fp8_activations(self._fp8), use_deterministic(self.deterministic):
             for done, _ in enumerate(chain.from_iterable(item.capture() for item in recordings), start=1):
                 report(done, total)
         if self.batch.device.type == "cuda":

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
-from specbatch.core.request import Completion, Request
+from specbatch.core.completion import Completion
+from specbatch.core.request import Request
 from specbatch.engine.requests.prompt_reader import PromptReader
 from specbatch.engine.requests.submissions import Submission
 from specbatch.engine.schedule.scheduler import Scheduler

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specbatch.core.embedded_prompt import EmbeddedPrompt
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.requests.prompt_reader import Prompt
 from specbatch.errors import refuse
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -15,6 +14,7 @@ from specbatch.core.sampling_flags import SamplingFlags
 from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.schedule.draft_length import Choice, DraftLength, Requests
 from specbatch.engine.schedule.host_grammars import HostDrafting, host_masks
+from specbatch.engine.schedule.launched import Launched
 from specbatch.engine.schedule.plans import ScheduledChunk, ScheduledRequest
 from specbatch.engine.schedule.scheduler import Scheduler
 from specbatch.engine.schedule.smaller_batch import Launch
@@ -25,37 +25,6 @@ from specbatch.runtime.cuda_graphs import Result
 
 UNKNOWN = 256  # tokens that an answer of unknown length is expected to have yet, at least
 OnTokens = Callable[[Request, list[int]], None]
-
-
-@dataclass(frozen=True)
-class Launched:
-    """Work on the device whose result the host has not handled yet.
-
-    requests    whose tokens are in the result
-    result      None if there are none
-    first       a prefill, whose results are first tokens; otherwise a decode step
-    scores      log-probabilities of prompt tokens, as many for each of the chunks as in `scored`
-    timer       device time of a decode step, where it is known
-    passes      the same of the prefill passes before it
-    host_s      host time spent launching it
-    choice      what a decode step drafts
-    in_parts    a decode step that waited for masks of grammars on the host: its time says nothing of others
-    """
-
-    requests: Sequence[ScheduledRequest]
-    result: AsyncCopy | None
-    first: bool
-    timer: StepTimer | None = None
-    passes: Sequence[StepTimer] = ()
-    host_s: float = 0.0
-    choice: Choice = field(default=Choice(0))
-    in_parts: bool = False
-    scored: Sequence[tuple[ScheduledChunk, int]] = ()
-    scores: AsyncCopy | None = None
-
-    def ready(self) -> bool:
-        """Whether the host can handle it without waiting."""
-        return all(copy is None or copy.ready() for copy in (self.result, self.scores))
 
 
 class Runner:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from specbatch.engine.schedule.runner import Launched, Runner
+from specbatch.engine.schedule.launched import Launched
+from specbatch.engine.schedule.runner import Runner
 from specbatch.engine.schedule.scheduler import OutOfPagesError
 
 

@@ -15,8 +15,9 @@ from specbatch.core.async_copy import on_device
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.drafters.base import Diagnosis, Drafter, DraftPlan
 from specbatch.drafters.corpus import Corpus, CorpusDrafter
-from specbatch.engine.device.device_worker import DeviceWorker, OtherRanks
+from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.device.prefill import PrefillStep
+from specbatch.engine.device.rank_calls import OtherRanks
 from specbatch.engine.device.score_step import ScoreStep
 from specbatch.engine.device.step import DecodeStep
 from specbatch.engine.device.token_check import DigestedStep, TokenCheck

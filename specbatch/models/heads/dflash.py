@@ -19,13 +19,14 @@ from specbatch.errors import counted, refuse
 from specbatch.files.config_values import count_of, flag_of, names_of, places_of, table_of
 from specbatch.kernels.attention.queries import ContextKVLayout, Mask
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, decoder_shapes
+from specbatch.models.decoder import Decoder
 from specbatch.models.formats.format import MatrixShape, Shapes
 from specbatch.models.heads.feature_layers import FeatureLayers
 from specbatch.models.heads.speculators import speculative_tokens
 from specbatch.models.layer_types import FULL, SLIDING, check_kinds
 from specbatch.models.layers.blocks import Attention
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import decoder_shapes
 
 _LAYERS, _BOUNDARIES = "target_layer_ids", "aux_hidden_state_layer_ids"
 ARCHITECTURE = "DFlashDraftModel"

@@ -23,10 +23,11 @@ from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.kernels.sampling.argmax_topk import Scores
 from specbatch.models.config import ModelConfig, without_windows
-from specbatch.models.decoder import Decoder, Features, rope_tables
+from specbatch.models.decoder import Decoder, Features
 from specbatch.models.families.llama import decoder_layer, dense
 from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.partition import scores
+from specbatch.models.rope_tables import rope_tables
 from specbatch.models.shape_recorder import ShapeRecorder
 from specbatch.models.weight_reader import Reader
 

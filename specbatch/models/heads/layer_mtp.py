@@ -14,12 +14,13 @@ from importlib import import_module
 
 from specbatch.errors import refuse
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, rope_tables
+from specbatch.models.decoder import Decoder
 from specbatch.models.families.deepseek import DeepseekConfig
 from specbatch.models.families.glm4_moe import Glm4MoeConfig
 from specbatch.models.heads.draft_head import recorded_shapes
 from specbatch.models.heads.mtp import MtpHead, MtpLayer, joined
 from specbatch.models.layers.moe import Shapes
+from specbatch.models.rope_tables import rope_tables
 from specbatch.models.weight_reader import Reader
 
 _REPEATED = ("embed_tokens.weight", "shared_head.head.weight")

@@ -18,12 +18,13 @@ from specbatch.kernels.elementwise.norm import rms_norm
 from specbatch.kernels.gemm.linear import Linear, Norm
 from specbatch.kernels.gemm.quantized.weight import Weight
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, rope_tables
+from specbatch.models.decoder import Decoder
 from specbatch.models.families import qwen3_next
 from specbatch.models.families.qwen3_next import Qwen3NextConfig, centred
 from specbatch.models.heads.draft_head import DraftHead, Joined, recorded_shapes
 from specbatch.models.layers.blocks import Attention, Layer
 from specbatch.models.layers.moe import Shapes
+from specbatch.models.rope_tables import rope_tables
 from specbatch.models.weight_reader import Reader
 
 PREFIX = "mtp."

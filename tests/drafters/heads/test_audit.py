@@ -19,7 +19,7 @@ from specbatch.drafters import eagle
 from specbatch.drafters.head_checks import parameters, usual_head
 from specbatch.engine.setup.prepare import prepare
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.weights import open_checkpoint
 from specbatch.weights.draft_heads import open_draft
 from specbatch.weights.dummy import SHAPES

@@ -27,7 +27,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.qkv import split_qkv_rope
 from specbatch.kernels.attention.queries import AttentionInputs
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
+from specbatch.models.weight_shapes import tensor_shapes
 
 COUNT, SIZE = 37, 40
 FOLLOWS = [(5 * token + 3) % COUNT for token in range(COUNT)]

@@ -14,7 +14,8 @@ from targets import SIZES, Targets
 from watched_calls import Watch, watch_with
 
 from specbatch import Engine, SamplingParams
-from specbatch.engine.device.device_worker import CALLS, DeviceWorker
+from specbatch.engine.device.device_worker import DeviceWorker
+from specbatch.engine.device.rank_calls import CALLS
 
 PARAMS = [
     SamplingParams(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from scheduled import add, make, spans
 
-from specbatch.core.request import Request, SamplingParams
+from specbatch.core.request import Request
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.schedule.plans import ScheduledRequest
 from specbatch.engine.schedule.scheduler import OutOfPagesError, Scheduler
 

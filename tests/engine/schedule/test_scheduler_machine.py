@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduled import STOP
 
-from specbatch.core.request import Request, SamplingParams
+from specbatch.core.request import Request
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.schedule.plans import PrefillPlan, ScheduledChunk, ScheduledRequest
 from specbatch.engine.schedule.scheduler import OutOfPagesError, Scheduler
 from specbatch.memory.page_pool import PagePool

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from watched_calls import Watch
 
 from specbatch import Engine, SamplingParams, Speculation
-from specbatch.engine.schedule.runner import Launched, Runner
+from specbatch.engine.schedule.launched import Launched
+from specbatch.engine.schedule.runner import Runner
 
 _SELF = {"algorithm": "standalone", "draft": "self:skip=1"}
 DRAFTERS = {

@@ -11,7 +11,7 @@ from stand_ins import FakeRecorder, fake_graphs
 
 from specbatch.config.engine_config import Graphs
 from specbatch.config.speculation import Speculation
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.runtime.cuda_graphs import Program, batch_buckets, token_buckets
 
 EAGLE = Speculation("eagle3", draft="dummy")

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import weight_shapes
 from specbatch.models.families.qwen3_next import Qwen3NextConfig
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.weights.shapes import SHAPES
 
 # The text part of the config.json of Qwen3.6-27B, and what all say beside it. That of Qwen3.8-27B has the same sizes.

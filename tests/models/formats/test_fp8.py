@@ -25,9 +25,10 @@ from specbatch.kernels.gemm.quantized.fp8_linear import FP8Linear, FP8Weight
 from specbatch.kernels.gemm.quantized.weight import ConcatLinear
 from specbatch.kernels.moe.experts import Experts
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import Decoder, tensor_shapes, weight_shapes
+from specbatch.models.decoder import Decoder
 from specbatch.models.heads.mtp import Mtp, MtpConfig, mtp_config
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import tensor_shapes, weight_shapes
 from specbatch.runtime.loader import weight_bytes
 from specbatch.weights import open_checkpoint
 from specbatch.weights.dummy import DummyCheckpoint

@@ -16,7 +16,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.quantized.fp8_linear import FP8Weight
 from specbatch.kernels.gemm.quantized.weight import Weight, concat_outputs, stack_experts
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import weight_shapes
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.runtime.loader import kept_quantized, quantizes_activations
 from specbatch.weights import open_checkpoint
 

@@ -19,8 +19,8 @@ from uncached import decoder_of, logits_of
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.gemm.quantized.mxfp4 import dequantize_mxfp4, pack_mxfp4
 from specbatch.kernels.gemm.quantized.weight import Weight
-from specbatch.models.decoder import parameter_count
 from specbatch.models.layers.moe import MoeMlp
+from specbatch.models.weight_shapes import parameter_count
 from specbatch.runtime.loader import quantization_lines, weight_bytes
 from specbatch.weights import open_checkpoint
 

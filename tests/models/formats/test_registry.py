@@ -17,10 +17,10 @@ from specbatch.errors import SpecbatchError
 from specbatch.kernels.common import native
 from specbatch.kernels.gemm.quantized.weight import Weight, concat_experts, concat_outputs, stack_experts
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
 from specbatch.models.formats import registry
 from specbatch.models.formats.format import Format
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import tensor_shapes
 
 every_format = pytest.mark.parametrize("form", registry.FORMATS, ids=lambda form: form.__name__)
 

@@ -23,8 +23,8 @@ from block_configs import (
 from specbatch.drafters.base import DraftPlan
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.queries import Mask
-from specbatch.models.decoder import parameter_count, tensor_shapes
 from specbatch.models.heads.dflash import DFlashConfig, published_layers, published_shape
+from specbatch.models.weight_shapes import parameter_count, tensor_shapes
 from specbatch.weights import open_checkpoint
 
 QWEN3_8B_B16: dict[str, Any] = QWEN3_8B | {  # as z-lab publishes it

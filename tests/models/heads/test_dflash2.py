@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from specbatch import EngineConfig, Speculation
 from specbatch.drafters import dflash2
 from specbatch.errors import SpecbatchError
-from specbatch.models.decoder import tensor_shapes, weight_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dflash2 import DFlash2Config
+from specbatch.models.weight_shapes import tensor_shapes, weight_shapes
 from specbatch.weights import open_checkpoint
 
 SMALL: dict[str, Any] = {

@@ -10,9 +10,9 @@ import torch
 from block_configs import QWEN3_8B, SMALL, check_another_target, check_refused, opened, planned, random_tensors
 
 from specbatch.errors import SpecbatchError
-from specbatch.models.decoder import weight_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.domino import DominoConfig, published_shape
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.weights import open_checkpoint
 
 INSIDE: dict[str, Any] = {  # as in SpecForge's configs/qwen3-8b-domino.json

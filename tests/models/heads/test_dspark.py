@@ -21,9 +21,9 @@ from block_configs import (
 
 from specbatch.errors import SpecbatchError
 from specbatch.kernels.attention.queries import Mask
-from specbatch.models.decoder import weight_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.dspark import DSparkConfig, published_shape
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.weights import open_checkpoint
 
 QWEN3_8B_B7: dict[str, Any] = QWEN3_8B | {  # as DeepSeek publishes it, without keys that have no meaning here

@@ -14,10 +14,10 @@ from transformers_features import MTP_LAYERS
 from uncached import decoder_of, features_of
 
 from specbatch.errors import SpecbatchError
-from specbatch.models.decoder import tensor_shapes
 from specbatch.models.full_forward import UncachedContext
 from specbatch.models.heads.layer_mtp import Mtp, mtp_config, own_tensors
 from specbatch.models.weight_reader import Reader
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.weights import open_checkpoint
 from specbatch.weights.folder import check_tensors
 

@@ -10,9 +10,9 @@ import torch
 from block_configs import QWEN3_8B, SMALL, check_another_target, check_refused, opened, planned, random_tensors
 
 from specbatch.errors import SpecbatchError
-from specbatch.models.decoder import weight_shapes
 from specbatch.models.heads.dflash import DFlashConfig
 from specbatch.models.heads.xpress import XPressConfig, published_shape
+from specbatch.models.weight_shapes import weight_shapes
 from specbatch.weights import open_checkpoint
 
 INSIDE = {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}

@@ -11,7 +11,7 @@ import torch
 from specbatch import Engine
 from specbatch.config.engine_config import EngineConfig
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import parameter_count
+from specbatch.models.weight_shapes import parameter_count
 from specbatch.sweeps.bench.traffic import hit_experts, moved_states, step_bytes, used_bytes
 from specbatch.weights.dummy import SHAPES
 

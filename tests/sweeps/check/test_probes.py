@@ -20,7 +20,8 @@ from specbatch.sweeps.check.places import (
     repeats,
     stop_place,
 )
-from specbatch.sweeps.check.probes import Probes, _differs
+from specbatch.sweeps.check.probes import Probes
+from specbatch.sweeps.check.sampling_probes import differs
 
 
 def reply(*places: dict[int, float], chosen: tuple[int, ...] = ()) -> Reply:
@@ -128,8 +129,8 @@ def test_names() -> None:
 def test_one_token_that_is_shown_is_compared_with_a_text_of_which_none_are() -> None:
     """llama.cpp with drafts shows the tokens of an answer of one token, and not those of a longer one."""
     longer = Reply(" Paris.", finish_reason="length")
-    assert not _differs(Reply(" Paris", [7], [7]), longer, 1)
-    assert _differs(Reply(" Rome", [8], [8]), longer, 1)
+    assert not differs(Reply(" Paris", [7], [7]), longer, 1)
+    assert differs(Reply(" Rome", [8], [8]), longer, 1)
 
 
 # 1 and 5 are near ties with 9 wherever they stand; 1 is in the prompt.

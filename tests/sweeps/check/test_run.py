@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 from specbatch import EngineConfig, SpecbatchError, Speculation
 from specbatch.cli.app import app
 from specbatch.config.engine_config import Graphs
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.records.store import load_record
 from specbatch.sweeps.check.options import CheckOptions
 from specbatch.sweeps.check.prompts import random_prompts

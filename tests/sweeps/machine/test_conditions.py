@@ -97,6 +97,6 @@ def test_limits_and_clocks_of_a_gpu():
     for limits in found["limits"].values():
         assert limits["read_bytes_s"] > 1e11
         assert limits["gemm_flop_s"] > 1e12
-    (gpu,) = found["gpus"].values()
-    assert gpu["samples"] >= 1
-    assert gpu["sm_clock_mhz"][0] > 0
+    for gpu in found["gpus"].values():
+        assert gpu["samples"] >= 1
+        assert gpu["sm_clock_mhz"][0] > 0

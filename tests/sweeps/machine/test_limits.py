@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specbatch.models.config import ModelConfig
-from specbatch.models.decoder import tensor_shapes
+from specbatch.models.weight_shapes import tensor_shapes
 from specbatch.sweeps.machine.limits import data_sheet_bandwidth, gemm_seconds, measure_machine
 from specbatch.weights.dummy import SHAPES
 

@@ -15,7 +15,8 @@ from swept import saved, swept
 from typer.testing import CliRunner
 
 from specbatch.cli.app import app
-from specbatch.core.request import Completion, RequestMetrics, SamplingParams
+from specbatch.core.completion import Completion, RequestMetrics
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
 from specbatch.records.run_record import RunRecord
 from specbatch.servers.engine import HttpEngine

@@ -37,7 +37,7 @@ def test_table(tmp_path: Path) -> None:
     text = found.markdown()
     p99 = 1000 * np.percentile([0.1 + place / 1000 for place in range(12)], 99)
     assert cells(text) == [
-        ["4", "output tok/s", "126.0", "157.5", "+31.5", "+25.0%"],
+        ["4", "output tok/s", "126.0", "157.5", "+31.5", "+25.0% (one repeat)"],
         ["", "p99 TTFT (ms)", f"{p99:.1f}", f"{p99:.1f}", "+0.0", "+0.0%"],
         ["", "mean TPOT (ms)", "10.00", "13.00", "+3.00", "+30.0% (regression, one repeat)"],
     ]
@@ -71,7 +71,7 @@ def test_a_shown_loss_is_a_regression_without_a_remark(tmp_path: Path) -> None:
 def test_numbers_that_are_zero_or_missing(tmp_path: Path) -> None:
     before, after = run(tmp_path / "a", 0.0), run(tmp_path / "b", 0.01)
     assert cells(gains(before, after).markdown())[2][2:] == ["0.00", "10.00", "+10.00", "- (regression, not judged)"]
-    assert cells(gains(after, before).markdown())[2][2:] == ["10.00", "0.00", "-10.00", "-100.0%"]
+    assert cells(gains(after, before).markdown())[2][2:] == ["10.00", "0.00", "-10.00", "-100.0% (one repeat)"]
     assert cells(gains(before, before).markdown())[2][2:] == ["0.00", "0.00", "+0.00", "-"]
     rows = [metrics_of(tpot_s=None) for _ in range(12)]
     found = gains(after, saved(tmp_path / "c", make_record(rows)))

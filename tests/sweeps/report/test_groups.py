@@ -50,3 +50,15 @@ def test_change_by_turn_is_of_the_conversations_that_have_it() -> None:
     change, _, interval = rows[2][-2].partition(" ")
     assert (change, interval) == ("-0.250", "(-0.28 to -0.22)")
     assert 0.03 < float(rows[2][-1]) < 0.05
+
+
+def test_three_turns_and_more_have_short_tables() -> None:
+    rows = [{"turn": turn, "emitted": 20 + turn, "tpot_s": turn / 1000} for turn in (1, 2, 3) for _ in range(2)]
+    short = cells(categories([made(rows, prompts=6)]).rpartition("\n\n|")[0])
+    assert short == [
+        ["requests", "config", "1", "2", "3"],
+        ["4", "v1", "2.100", "2.200", "2.300"],
+        ["requests", "config", "1", "2", "3"],
+        ["4", "v1", "1.00", "2.00", "3.00"],
+    ]
+    assert "By turn" not in categories([made(rows[:4], prompts=4)]), "two turns are short enough"

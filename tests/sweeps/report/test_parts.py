@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,10 @@ from made_runs import make_record, metrics_of
 
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.speculation import Speculation
+from specbatch.records.archive import pack
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import PLAN, Point
-from specbatch.sweeps.report.parts import load_parts, write_parts
+from specbatch.sweeps.report.parts import EVERY_POINT, load_parts, part_files, write_parts
 
 PROMPTS = 12
 
@@ -91,8 +95,50 @@ def test_table_has_changes_what_could_be_shown_and_where_speculation_pays(tmp_pa
     assert "| ngram    | 2                    | pays 512-1024, loses 16384 |" in text
     least = [row["ratio_detectable"] for row in rows if row["configuration"] == "ngram"]
     assert all(0 < value < 0.06 for value in least)
-    svg = (tmp_path / "plots/context.svg").read_text()
-    assert all(f">{label}<" in svg for label in ("512", "1k", "16k", "accept length", "speedup at 2 requests"))
+    for name in ("context", "context-brief"):
+        svg = (tmp_path / f"plots/{name}.svg").read_text()
+        assert all(f">{label}<" in svg for label in ("512", "1k", "16k", "accept length", "speedup at 2 requests"))
+
+
+def test_brief_plot_has_one_concurrency(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    found = load_parts(tmp_path)
+    assert found is not None
+    for records in found.records.values():
+        records += [replace(one, workload=one.workload | {"concurrency": 4}) for one in records]
+    files, _ = part_files(found)
+    assert "speedup at 4 requests" in files["plots/context.svg"]
+    assert "speedup at 4 requests" not in files["plots/context-brief.svg"]
+
+
+def test_short_tables_have_a_column_for_each_part(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    short, _, long = write_parts(tmp_path)[0].partition(EVERY_POINT)
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in short.splitlines() if line.startswith("| 2 ")]
+    assert [row[:2] for row in rows] == [["2", "ngram"], ["2", "ngram"]]
+    assert [[cell.split(" (")[0] for cell in row[2:]] for row in rows] == [
+        ["2.550", "2.300", "1.550"],
+        ["2.00", "1.50", "0.90"],
+    ]
+    assert "detectable (80% power) in these tables: changes of accept lengths 0.000 to 0.046 and of speedups" in short
+    assert short.index("Where speculation pays") > short.index("Speedup over")
+    assert "Where speculation pays" not in long
+    (tmp_path / "b").rename(tmp_path.parent / f"{tmp_path.name}-b")
+    assert "Accept length by input tokens (95% interval)" not in write_parts(tmp_path)[0], "two parts"
+
+
+def test_published_plots_are_remade_from_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "results")
+    remake = importlib.import_module("remake")
+    lengths(tmp_path / "runs")
+    write_parts(tmp_path / "runs", tmp_path / "page")
+    pack(tmp_path / "runs", tmp_path / "page/records.tar.xz")
+    found = dict(remake.remade(tmp_path / "page/records.tar.xz"))
+    plot = tmp_path / "page/plots/context.svg"
+    assert plot.with_name("context-brief.svg") in found
+    assert remake.is_same(plot.read_text(), found[plot])
+    moved = re.sub(r'(<use [^>]*x="\d+)\.', lambda one: f"{one[1]}0.", found[plot], count=1)
+    assert not remake.is_same(plot.read_text(), moved)
 
 
 def test_unfinished_part_is_named(tmp_path: Path) -> None:
@@ -126,3 +172,14 @@ def test_failures_are_named(tmp_path: Path) -> None:
     rows = [line.split("|") for line in text.splitlines() if line.startswith("| 16384 ") and "| 2 " in line]
     assert [(row[3].strip(), row[-3].strip()) for row in rows] == [("baseline", "failed"), ("ngram", "failed")]
     assert "* FAILED: input tokens 16384: ngram at concurrency 2, repeat 1, and 2 other points: out of memory\n" in text
+
+
+def test_what_was_simulated_is_said_below_the_common_table(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    assert "SIMULATED" not in write_parts(tmp_path)[0]
+    for path in tmp_path.glob("*/ngram/c2/r*/record.json"):
+        made = json.loads(path.read_text())
+        made["config"]["speculation"]["simulate_accept_length"] = 2.4
+        path.write_text(json.dumps(made))
+    drawn = "* SIMULATED: ngram: acceptance was drawn at random (geometric, mean 2.4)"
+    assert write_parts(tmp_path)[0].count(drawn) == 1

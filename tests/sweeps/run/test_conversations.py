@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.sweeps.run.conversations import ask, label, longest
 from specbatch.sweeps.workload.workloads import Workload
 

@@ -7,11 +7,13 @@ import types
 import pytest
 from rival_servers import Rival, rival
 
-from specbatch.core.request import SamplingParams
+from specbatch.core.sampling_params import SamplingParams
 from specbatch.errors import SpecbatchError
-from specbatch.records.schema import Record, checked
+from specbatch.records.schema import Record
+from specbatch.records.validation import checked
 from specbatch.servers import server_cache
-from specbatch.servers.engine import HttpEngine, Server
+from specbatch.servers.engine import HttpEngine
+from specbatch.servers.server import Server
 from specbatch.sweeps.report.acceptance import server_acceptance
 
 KINDS = ("vllm", "sglang")

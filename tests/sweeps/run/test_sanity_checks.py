@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from specbatch.core.request import Completion, RequestMetrics
+from specbatch.core.completion import Completion, RequestMetrics
 from specbatch.sweeps.run.sanity_checks import LEAST_LOOP, LONGEST_PERIOD, ends_in_loop, warnings
 from specbatch.sweeps.workload.workloads import Workload
 

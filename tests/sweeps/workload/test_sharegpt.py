@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from specbatch.errors import SpecbatchError
+from specbatch.files.text_files import LARGEST
 from specbatch.sweeps.workload.description import describe
 from specbatch.sweeps.workload.heading import lines_of
 from specbatch.sweeps.workload.sharegpt import SHAREGPT
@@ -99,8 +101,27 @@ def test_files_of_another_form_are_refused(tmp_path: Path, content: str, message
         Workload(dataset=SHAREGPT, data=path)
 
 
+def test_other_rates_do_not_read_the_file_again(tmp_path: Path) -> None:
+    work = workload(tmp_path, talk("ask", "answer"))
+    (tmp_path / "talks.json").unlink()
+    for rate in (1.0, 5.0):
+        other = work.varied(request_rate=rate)
+        assert (other.request_rate, other.rows, other.rows_sha256) == (rate, work.rows, work.rows_sha256)
+    with pytest.raises(SpecbatchError, match="request_rate=-1"):
+        work.varied(request_rate=-1)
+    with pytest.raises(SpecbatchError, match="thinking=True: no prompt is rendered"):
+        work.varied(thinking=True)
+    assert (work.request_rate, work.thinking) == (math.inf, None)
+
+
+def test_the_file_may_be_larger_than_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that benchmarks use has hundreds of MiB."""
+    monkeypatch.setitem(LARGEST, "JSON", 20)
+    assert workload(tmp_path, talk("ask", "answer")).rows
+
+
 def test_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecbatchError, match="dataset='sharegpt': name its file with data="):
+    with pytest.raises(SpecbatchError, match="data=None: sharegpt is not bundled; name ShareGPT_V3"):
         Workload(dataset=SHAREGPT)
-    with pytest.raises(SpecbatchError, match="of 2 tokens or more each, that fit into max_model_len=3 together"):
+    with pytest.raises(SpecbatchError, match="of 2 tokens or more each, that fit into a context of 3 tokens together"):
         workload(tmp_path, talk("ask", "answer")).for_engines(LETTERS, 1, 3)

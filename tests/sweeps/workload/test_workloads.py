@@ -231,6 +231,21 @@ def test_turns_of_a_conversation(tmp_path):
         read_prompts(Path(written(tmp_path, {"turns": ["a"]})))  # generate would not answer the other turns
 
 
+def test_ids_of_rows_with_turns(tmp_path):
+    asked = {"role": "user", "content": "Write."}
+    rows = [
+        {"turns": ["Write."], "id": "a"},
+        {"turns": ["Write."], "id": None, "question_id": 0},
+        {"messages": [asked, asked], "question_id": "b"},
+        {"prompt": "x", "id": "c", "question_id": 7},
+    ]
+    assert [row.id for row in Workload(written(tmp_path, *rows)).rows] == ["a", 0, "b", "c"]
+    (alone,) = read_prompts(Path(written(tmp_path, {"prompt": "x", "question_id": 7})))
+    assert (alone.id, alone.unread) == (None, ("question_id",))
+    with pytest.raises(SpecbatchError, match="id=true: use a string or a whole number"):
+        Workload(written(tmp_path, {"turns": ["Write."], "id": True}))
+
+
 def test_turns_are_refused_where_there_are_none_and_with_a_clock(tmp_path):
     source = written(tmp_path, {"turns": ["Write.", "Rewrite."]})
     for how, message in (
