@@ -6,6 +6,7 @@ import json
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import count, islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,7 @@ from specbatch.errors import refuse
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.records.run_record import RunRecord
 from specbatch.records.summarize import summarize
+from specbatch.sweeps.run import estimate
 
 if TYPE_CHECKING:
     from engine_server import EngineServer
@@ -29,6 +31,14 @@ if TYPE_CHECKING:
 
 TINY_SWEEP = ("--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 2)
 SMALL_SWEEP = ("--device", "cpu", "--input-len", 6, "--output-len", 5, "--prompts-per-concurrency", 12)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _cpu_is_measured_once() -> Iterator[None]:
+    """Dry runs measure it, which takes most of their time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(estimate, "cpu_speeds", cache(estimate.cpu_speeds))
+        yield
 
 
 class StubTokenizer:

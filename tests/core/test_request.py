@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+from crossed import crossed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -198,8 +199,7 @@ def bytes_of(*texts: str) -> list[int]:
     return [tokenizer("llama 2").vocabulary().index(name) for name in names]
 
 
-@pytest.mark.parametrize("skips", [True, False])
-@pytest.mark.parametrize("name", _BACKENDS)
+@pytest.mark.parametrize(("name", "skips"), crossed(_BACKENDS, [True, False]))
 @settings(max_examples=60)
 @given(st.data())
 def test_text_of_growing_tokens_is_that_of_all(name: str, skips: bool, data: st.DataObject) -> None:

@@ -46,11 +46,11 @@ def damage(engine: Engine, bad: int) -> None:
 
 @pytest.mark.parametrize(
     ("target", "drafter"),
-    first_quick(4, [
-        ("llama", "model"),
+    first_quick(3, [
         ("llama", "eagle3"),
         ("qwen3.5", "mtp"),
         ("nemotron-h", "none"),
+        ("llama", "model"),
         ("llama", "none"),
         ("llama", "ngram"),
         ("llama", "eagle-tree"),

@@ -161,8 +161,7 @@ def test_drafts_that_nothing_may_follow_end_no_answer(
     assert {reason for _, reason, _ in found} > {"error"}
 
 
-@pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize("drafter", ["model", "eagle-tree"])
+@pytest.mark.parametrize(("drafter", "on_host"), crossed(["model", "eagle-tree"], [False, True]))
 def test_ranks_carry_grammars(targets: Targets, monkeypatch: pytest.MonkeyPatch, drafter: str, on_host: bool) -> None:
     if on_host:
         match_on_host(monkeypatch)

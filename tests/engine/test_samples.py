@@ -47,8 +47,7 @@ def test_samples_are_consecutive_and_differ(toy: Any, toy_engine: Callable[..., 
     assert {(event.index, event.sample) for event in events} == {(item.index, item.sample) for item in done}
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("max_running", [1, 8])
+@pytest.mark.parametrize(("prefix_cache", "max_running"), crossed([True, False], [1, 8]))
 def test_prompt_of_samples_is_computed_once(
     toy_engine: Callable[..., Engine], prefix_cache: bool, max_running: int
 ) -> None:

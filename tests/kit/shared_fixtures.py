@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ import pytest
 import torch
 import typer.testing
 from fake_ray import FakeRay
+from forked_templates import fork_templates
 from hypothesis import HealthCheck, settings
 from opening import opening
 from targets import Targets
@@ -25,8 +27,12 @@ from watched_calls import Watch, watch_with
 from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.models.formats.format import Format
 from specbatch.records import low_acceptance
+from specbatch.text import chat_template
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
+
+# No test sees whether a file survives a power failure, and a disk takes milliseconds for each of thousands of files.
+os.fsync = os.fstat  # type: ignore[assignment]  # which refuses a closed file, too
 
 # Without a GPU, `torch.manual_seed` keeps a stack trace for each device that might come.
 _seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
@@ -97,6 +103,20 @@ def low_acceptance_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None
 def stay_quantized(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`stay_quantized()`: weights stay quantized on a CPU, too, as on a GPU; `stay_quantized(False)`: nowhere."""
     return lambda keeps=True: monkeypatch.setattr(Format, "runs_on", staticmethod(lambda device: keeps))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _templates_are_forks() -> Generator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        end = fork_templates(patch)
+        yield
+        end()
+
+
+@pytest.fixture
+def template_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chat templates are rendered in processes of their own, as in use."""
+    monkeypatch.setattr(chat_template, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")

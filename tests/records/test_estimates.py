@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from crossed import crossed
 from scipy import stats
 from scipy.integrate import quad
 
@@ -57,8 +58,7 @@ def test_evidence_against_the_truth_is_1_on_average(runs: int) -> None:
     assert average == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("noise", [0.005, 0.01, 0.02, 0.03])
-@pytest.mark.parametrize("least", [2, 3, 5])
+@pytest.mark.parametrize(("noise", "least"), crossed([0.005, 0.01, 0.02, 0.03], [2, 3, 5]))
 def test_intervals_hold_where_runs_are_added_until_they_are_narrow(noise: float, least: int) -> None:
     """Of 1000 sweeps that add rounds until ±2% is known, or 10 have run. The t interval misses up to 12%."""
     draw, outside = np.random.default_rng(2), 0

@@ -159,6 +159,7 @@ def test_long_variables_are_not_rendered_ahead(monkeypatch: pytest.MonkeyPatch) 
     assert exchanges == [2, 1]
 
 
+@pytest.mark.usefixtures("template_processes")
 def test_a_process_that_ends_is_replaced() -> None:
     template = ChatTemplate("{{ messages[0].content }}", "mine")
     assert template.render(messages=MESSAGES) == "hi"
@@ -169,6 +170,7 @@ def test_a_process_that_ends_is_replaced() -> None:
     assert template.render(messages=MESSAGES) == "hi"
 
 
+@pytest.mark.usefixtures("template_processes")
 def test_the_process_ends_with_its_template() -> None:
     template = ChatTemplate("x", "mine")
     template.render()
@@ -178,6 +180,7 @@ def test_the_process_ends_with_its_template() -> None:
     assert process.returncode is not None
 
 
+@pytest.mark.usefixtures("template_processes")
 def test_an_interrupted_rendering_does_not_leave_its_reply_to_the_next_one() -> None:
     template = ChatTemplate("{% for a in range(messages[0].n) %}{% endfor %}{{ messages[0].n }}", "mine")
     assert template.render(messages=[{"n": 1}]) == "1"
@@ -195,6 +198,7 @@ def test_threads_share_a_template() -> None:
         assert list(pool.map(lambda n: template.render(messages=n), range(200))) == [str(n) for n in range(200)]
 
 
+@pytest.mark.usefixtures("template_processes")
 def test_a_forked_process_starts_its_own() -> None:
     template = ChatTemplate("{{ messages }}", "mine")
     assert template.render(messages=1) == "1"

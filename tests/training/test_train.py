@@ -55,7 +55,8 @@ def test_training_is_deterministic_per_seed(train, answers_file, tmp_path, algor
 def test_record_holds_training_settings(trained, answers_file):
     folder = trained["eagle3"][0]
     written = json.loads((folder / "record.json").read_text())
-    assert written["recipe"] == Recipe("eagle3", STEPS, 200, 48, LR, 10, 0, 3, 24, 1).as_dict()
+    recipe = Recipe("eagle3", STEPS, 200, 48, LR, 10, unroll=3, vocab=24, draft_layers=1)
+    assert written["recipe"] == recipe.as_dict()
     assert written["data"]["answers"] == str(answers_file)
     assert written["data"]["answers_used"] == 70
     assert len(written["data"]["answers_sha256"]) == 64

@@ -28,6 +28,8 @@ from specbatch.weights import open_checkpoint
 from specbatch.weights.draft_heads import open_draft
 from specbatch.weights.opening import open_tokenizer
 
+pytestmark = pytest.mark.usefixtures("template_processes")
+
 AUTO_MAP = {
     "AutoConfig": "canary.Config",
     "AutoModel": "canary.Model",
