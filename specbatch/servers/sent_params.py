@@ -10,8 +10,8 @@ from specbatch.errors import refuse
 from specbatch.servers.served_model import LLAMACPP
 from specbatch.servers.server import SENT
 
-NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_penalty": 1.0}
-LONGEST_PENALIZED = 2**20  # tokens: llama.cpp's server has no number for all, and a buffer of so many
+_NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repeat_penalty": 1.0}
+_LONGEST_PENALIZED = 2**20  # tokens: llama.cpp's server has no number for all, and a buffer of so many
 
 
 def refuse_unsent(params: SamplingParams, kind: str) -> None:
@@ -50,7 +50,7 @@ def penalties(params: SamplingParams, kind: str) -> dict[str, Any]:
     found = {name: getattr(params, name) for name in ("presence_penalty", "frequency_penalty")}
     if kind == LLAMACPP:
         found["repeat_penalty"] = params.repetition_penalty
-        return found if found == NO_PENALTIES else found | {"repeat_last_n": LONGEST_PENALIZED}
+        return found if found == _NO_PENALTIES else found | {"repeat_last_n": _LONGEST_PENALIZED}
     return found | {"repetition_penalty": params.repetition_penalty}
 
 

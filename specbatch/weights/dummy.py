@@ -43,13 +43,14 @@ def _generator(name: str, seed: int, device: str | torch.device) -> torch.Genera
 
 class DummyCheckpoint:
     """Seeded random weights of a config, generated on `device`; values depend on the kind of device. A GPU generates
-    them in place, in the config's dtype and with a layer's experts in one tensor, at the speed of its memory; a CPU in
-    float32."""
+    them in place, in the config's dtype and with a layer's experts in one tensor, if their format has one, at the speed
+    of its memory; a CPU in float32."""
 
     def __init__(
         self, config: ModelConfig, *, name: str, seed: int, tokenizer: Tokenizer | None, device: str = "cpu"
     ) -> None:
-        self.config = config.stacked()
+        stored = config.quantization
+        self.config = config.stacked() if stored is None or stored.has_stacks else config
         self.name = name
         self.origin = f"random weights, seed {seed}"
         self.mtp: dict[str, tuple[int, ...]] = {}

@@ -94,6 +94,7 @@ class Format(ABC):
     name: ClassVar[str]  # for log lines
     file_types: ClassVar[tuple[str, ...]] = ()  # of safetensors: those of weights that keep their name
     has_expert_gemm: ClassVar[bool] = True  # else experts are dequantized at load
+    has_stacks: ClassVar[bool] = True  # else no tensor has all experts of a layer
     has_fp8_gemm: ClassVar[bool] = False  # whether GEMMs can take FP8 activations
     dequantizes_for_gemm: ClassVar[bool] = False  # whether GEMMs of many rows dequantize the weight first
     is_of_family: ClassVar[bool] = False  # whether only families that name its method read it (`ModelConfig.methods`)

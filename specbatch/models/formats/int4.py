@@ -16,7 +16,8 @@ GPTQ with `desc_act` quantizes inputs in the order of their importance: `g_idx` 
 the order of the inputs, and with `pre_quant_scale`, weights are dequantized at load (`Format.irregular`).
 
 Symmetric weights have the zero point 8. GPTQ's `qzeros` then hold 7, 8 or another number, or are missing, and do not
-count, as in kernels of the Marlin kind; they must all be the same (`qzeros`). Scales may be negative: half of those of auto-round's symmetric weights are.
+count, as in kernels of the Marlin kind; they must all be the same (`qzeros`). Scales may be negative: half of those of
+auto-round's symmetric weights are.
 
 AWQ: casper-hansen/AutoAWQ. GPTQ: AutoGPTQ, ModelCloud/GPTQModel. auto-round: intel/auto-round, whose files hold tensors
 of GPTQ or AWQ.
@@ -81,6 +82,7 @@ class Int4Weights(Format):
     name: ClassVar[str] = "INT4"
     file_types: ClassVar[tuple[str, ...]] = ("I8", "U8")
     dequantizes_for_gemm: ClassVar[bool] = True
+    has_stacks: ClassVar[bool] = False
 
     packing: Packing = "awq"
     group: int = 128

@@ -36,6 +36,7 @@ class MixedWeights(Format):
     modules that were compared with the patterns, which a table of an entry per module has by the thousand."""
 
     name: ClassVar[str] = "mixed"
+    has_stacks: ClassVar[bool] = False  # experts may have formats of their own
 
     members: tuple[Format, ...] = ()
     targets: tuple[tuple[str, int], ...] = ()

@@ -15,15 +15,16 @@ _ONES = {4: 0x11111111, 8: 0x01010101}  # a word of ones, by bits
 
 
 def plus_ones(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """The zero points of a `gptq` file. GPTQModel subtracts the ones from whole words, so that a zero point of 0 borrows
-    from the next; adding them to whole words gives it back."""
+    """The zero points of a `gptq` file. GPTQModel and auto-round subtract the ones from whole words, so that a zero
+    point of 0 borrows from the next; adding them to whole words gives it back."""
     return words + _ONES[bits]
 
 
 def check_symmetric(found: Iterable[str], tensor: Callable[[str], torch.Tensor]) -> None:
-    """Refuse zero points of symmetric weights, among the tensors `found`, that are not all the same. AutoGPTQ, GPTQModel
-    and auto-round write one number, 7 or 8 of 4 bits. GPTQModel has others in layers with few samples if its `fallback`
-    strategy is not rtn, and these count, whatever `sym` says."""
+    """Refuse zero points of symmetric weights, among the tensors `found`, that are not all the same.
+
+    AutoGPTQ, GPTQModel and auto-round write one number, 7 or 8 of 4 bits. GPTQModel has others in layers with few
+    samples if its `fallback` strategy is not rtn, and these count, whatever `sym` says."""
     import torch
 
     for name in found:

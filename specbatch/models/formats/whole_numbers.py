@@ -58,6 +58,7 @@ class WholeNumbers(Format):
     rms: ClassVar[float]  # of random values
     has_signed_scales: ClassVar[bool] = False
     has_expert_gemm: ClassVar[bool] = False
+    has_stacks: ClassVar[bool] = False
 
     packing: str = ""
     group: int = WHOLE

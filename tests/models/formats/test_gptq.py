@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import LLAMA, change, check_model, devices, load, logits, write
+from quantized_models import LLAMA, MODELS, change, check_model, devices, load, logits, write
 from quantized_weights import Store, Stored, int4, int8
 
 from specbatch.errors import SpecbatchError
@@ -196,11 +196,12 @@ def test_zero_points_of_symmetric_weights_must_not_differ(bits: int, tmp_path: P
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_zero_points_of_0_borrow_from_the_next(bits: int, tmp_path: Path) -> None:
-    """GPTQModel subtracts 1 from each zero point of a word at once. Outputs with weights above 0 only have such ones."""
+    """GPTQModel subtracts 1 from each zero point of a word at once. Outputs whose weights are above 0 have such."""
     config = GPTQ | {"bits": bits, "sym": False}
 
     def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
-        return stored("gptq", config)(name, torch.where((torch.arange(len(weight)) % 3 == 0)[:, None], weight.abs(), weight))
+        above = (torch.arange(len(weight)) % 3 == 0)[:, None]
+        return stored("gptq", config)(name, torch.where(above, weight.abs(), weight))
 
     meant = write(tmp_path, LLAMA, config, store)
     checkpoint = open_checkpoint(str(tmp_path))
@@ -235,6 +236,17 @@ def test_random_weights_follow_the_tables(tmp_path: Path) -> None:
     assert shapes["model.layers.0.self_attn.k_proj.qweight"] == (8, 64)
     assert shapes["model.layers.0.self_attn.o_proj.weight"] == (64, 128)
     assert shapes["model.layers.1.mlp.up_proj.scales"] == (1, 128)
+
+
+def test_random_experts_follow_the_tables(tmp_path: Path) -> None:
+    """They are not stacked in one tensor, which has no packing and could not have several formats."""
+    model, config, store = CASES["dynamic, moe"]
+    write(tmp_path, MODELS[model], config, store)
+    shapes = [
+        {name: checkpoint.tensor(name).shape for name in checkpoint.names() if not name.endswith(".qzeros")}
+        for checkpoint in (open_checkpoint(str(tmp_path)), open_checkpoint(str(tmp_path), "dummy"))
+    ]
+    assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize(

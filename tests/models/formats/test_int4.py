@@ -161,9 +161,10 @@ def test_inputs_in_another_order(changes: dict[str, Any], tmp_path: Path, stay_q
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
-def test_biases_of_layers_without_one_must_be_zero(value: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gptq", "W8A16 of GPTQ"])
+def test_biases_of_layers_without_one_must_be_zero(name: str, value: float, tmp_path: Path) -> None:
     """Old versions of AutoGPTQ write a bias of zeros for every layer."""
-    meant = write(tmp_path, LLAMA, *FORMATS["gptq"])
+    meant = write(tmp_path, LLAMA, *(FORMATS | MORE)[name])
     tensors = load_file(tmp_path / "model.safetensors")
     stems = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
     tensors |= {f"{stem}.bias": torch.zeros(tensors[f"{stem}.scales"].shape[-1]).half() for stem in stems}
