@@ -145,8 +145,9 @@ class Int8Weights(WholeNumbers):
             check_symmetric(found, tensor)
         for name in found if self._is_gptq else ():
             if name.endswith(_ORDER):
-                groups = tensor(name).flatten()
-                if not in_order(groups, len(groups) if self.group == WHOLE else self.group):
+                groups, scales = tensor(name).flatten(), found.get(name.removesuffix(_ORDER) + ".scales")
+                count = scales[0] if scales else 1  # of another size of groups, the scales have another shape
+                if not in_order(groups, max(1, len(groups) // max(1, count))):
                     raise refuse("model", name, "8-bit weights must have their groups in the order of the inputs")
         return super().for_values(found, tensor)
 

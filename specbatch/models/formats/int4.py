@@ -237,8 +237,11 @@ class Int4Weights(Format):
         groups = torch.arange(values.shape[1], device=values.device) * scales.shape[1] // values.shape[1]
         if self.packing in _GPTQ:
             groups = source.whole(name.removesuffix(".weight") + _ORDERS[0]).long()
-            if not groups.ge(0).logical_and(groups < scales.shape[1]).all():
-                raise source.unusable(name, f"its g_idx has another group than 0 to {scales.shape[1] - 1}")
+            count = scales.shape[1]
+            is_known = groups.ge(0).logical_and(groups < count).all()
+            if not is_known or not groups.bincount().eq(len(groups) // count).all():
+                works = f"its g_idx must have {len(groups) // count} inputs in each of the groups 0 to {count - 1}"
+                raise source.unusable(name, works)
         check_scales(scales, name, source, signed=True)
         found = (values.float() - zeros.float()[:, groups]) * scales.float()[:, groups]
         return found if self.packing in _GPTQ else at_inputs(found, name, source)

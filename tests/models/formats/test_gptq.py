@@ -175,9 +175,10 @@ def test_layers_that_are_quantized_contrary_to_a_pattern(tmp_path: Path) -> None
     assert isinstance(after.config.quantization, Int4Weights)
 
 
-def test_a_layer_of_another_size_of_groups_is_refused(tmp_path: Path) -> None:
-    config = GPTQ | {"dynamic": {r"+:.*up_proj": {"group_size": 64}}}
-    write(tmp_path, LLAMA, config, int4("gptq", 32, symmetric=True))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_layer_of_another_size_of_groups_is_refused(bits: int, tmp_path: Path) -> None:
+    config = GPTQ | {"bits": bits, "dynamic": {r"+:.*up_proj": {"group_size": 64}}}
+    write(tmp_path, LLAMA, config, stored("gptq", GPTQ | {"bits": bits}))
     with pytest.raises(SpecbatchError, match=r"up_proj\.scales is \[2, 128\]; its config requires \[1, 128\]"):
         open_checkpoint(str(tmp_path))
 

@@ -154,10 +154,11 @@ def test_inputs_in_another_order(changes: dict[str, Any], tmp_path: Path, stay_q
         change(tmp_path, f"{NAME}.g_idx", None)
         with pytest.raises(SpecbatchError, match=r"tensor .*down_proj.g_idx is missing"):
             open_checkpoint(str(tmp_path))
-    change(tmp_path, f"{NAME}.g_idx", torch.arange(128).int() % 5)
-    checkpoint = open_checkpoint(str(tmp_path))
-    with pytest.raises(SpecbatchError, match=r"down_proj.weight.*its g_idx has another group than 0 to 3"):
-        load(checkpoint.config, checkpoint.tensor)
+    for order in (torch.arange(128) % 5, torch.arange(128) % 4 - 1, torch.zeros(128), torch.arange(128) // 33):
+        change(tmp_path, f"{NAME}.g_idx", order.int())
+        checkpoint = open_checkpoint(str(tmp_path))
+        with pytest.raises(SpecbatchError, match=r"its g_idx must have 32 inputs in each of the groups 0 to 3"):
+            load(checkpoint.config, checkpoint.tensor)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5])
