@@ -70,7 +70,7 @@ def test_kinds_of_text(sweep, tmp_path):
     assert result.exit_code == 0, result.output
     records = [tmp_path / f"out/scramble-{kind}/v2/c1/r1/record.json" for kind in KINDS]
     assert len({json.loads(path.read_text())["workload"]["prompts_sha256"] for path in records}) == 3
-    heads = [line.split() for line in result.stdout.splitlines() if "| requests | config" in line]
+    heads = [words for words in map(str.split, result.stdout.splitlines()) if words[1:4] == ["requests", "|", "config"]]
     assert [word for word in heads[0] if word in KINDS] == KINDS
 
 
