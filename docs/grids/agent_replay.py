@@ -87,6 +87,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("replay.jsonl"))
     given = parser.parse_args()
+    if given.turns < 3:
+        parser.error(f"--turns={given.turns}: must be at least 3: a listing, a file and an answer")
+    if not given.folder.is_dir():
+        parser.error(f"FOLDER={str(given.folder)!r}: no such folder")
     packages = (
         path for path in sorted(given.folder.iterdir()) if path.is_dir() and not path.name.startswith((".", "_"))
     )
@@ -97,6 +101,8 @@ def main() -> None:
         for package in packages
         if (messages := conversation(package, given.turns))
     ][: given.conversations]
+    if not rows:
+        parser.error(f"no folder in {given.folder} has {given.turns - 2} Python files; use fewer --turns")
     given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{given.out}: {len(rows)} conversations of {given.turns} turns: {', '.join(row['id'] for row in rows)}")
 

@@ -3,10 +3,10 @@
     python docs/grids/fine_tune.py MODEL --steps 0,50,200 --lr 1e-5 --out checkpoints
     specbatch sweep --model checkpoints/step-0,checkpoints/step-50 --algorithm eagle3 --draft HEAD
 
-MODEL is a folder that transformers reads. The data are GSM8K's training questions, which are bundled, or JSONL with
-`question` and `answer`; the loss is that of the answers. Weights and AdamW's states are FP32; on a GPU the passes are
-BF16. OUT/steps.jsonl has a line per checkpoint: the mean loss since the one before, and how far the weights have moved
-relative to their size.
+MODEL is a folder that transformers reads, OUT a new one. The data are GSM8K's training questions, which are bundled, or
+JSONL with `question` and `answer`; the loss is that of the answers. Weights and AdamW's states are FP32; on a GPU the
+passes are BF16. OUT/steps.jsonl has a line per checkpoint: the mean loss since the one before, and how far the weights
+have moved relative to their size.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from specbatch.errors import SpecbatchError
 from specbatch.jobs.questions import bundled_questions, read_questions
+from specbatch.models.config import ModelConfig
 from specbatch.text.tokenizer import Tokenizer
+from specbatch.weights.checkpoint import read_config
 
 IGNORED = -100  # a label without loss
 
@@ -65,9 +68,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     saved = sorted({int(step) for step in given.steps.split(",")})
-    rows = (read_questions("data", given.data) if given.data else bundled_questions("gsm8k_train")).rows
+    if not given.model.is_dir():
+        parser.error(f"MODEL={str(given.model)!r}: must be a folder; use that of `hf download` for a hub id")
+    if given.out.exists():
+        parser.error(f"--out={str(given.out)!r} exists; name a new folder")
+    try:
+        dtype = ModelConfig.from_dict(read_config(given.model / "config.json")).dtype or "float32"
+        rows = (read_questions("data", given.data) if given.data else bundled_questions("gsm8k_train")).rows
+    except SpecbatchError as error:
+        parser.error(str(error))
     torch.manual_seed(given.seed)
-    dtype = json.loads((given.model / "config.json").read_text()).get("torch_dtype", "float32")
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).to(given.device)
     model.gradient_checkpointing_enable()  # transformers 5.23 warns of a new name, which earlier ones lack
     first = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}

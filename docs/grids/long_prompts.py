@@ -13,6 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
+from specbatch.errors import SpecbatchError
+from specbatch.jobs.long_text import LongText
 from specbatch.sweeps.workload.workloads import Workload
 from specbatch.weights import open_checkpoint
 
@@ -27,9 +29,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    tokenizer = open_checkpoint(given.model, "auto", seed=0, tokenizer=None, log=print).tokenizer()
-    text = Workload(given.dataset, input_len=given.tokens, window=given.window, seed=given.seed, output_len=1)
-    rows = text.prompts(tokenizer, given.prompts)
+    try:
+        if LongText.named(given.dataset) is None:
+            parser.error(f"{given.dataset!r} is not long text; use repository:FOLDER, documents:FOLDER or many-shot")
+        tokenizer = open_checkpoint(given.model, log=print).tokenizer()
+        text = Workload(given.dataset, input_len=given.tokens, window=given.window, seed=given.seed, output_len=1)
+        rows = text.prompts(tokenizer, given.prompts)
+    except SpecbatchError as error:
+        parser.error(str(error))
     given.out.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))
     print(f"{given.out}: {len(rows)} prompts of {given.tokens} tokens")
 

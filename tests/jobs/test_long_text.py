@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from letters import write_letters
 
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.long_text import LongText, Window
@@ -168,3 +171,24 @@ def test_digest_follows_names_and_sizes(folder: Path) -> None:
     assert repository(folder).digest() == before
     (folder / "loose.py").write_text("y")
     assert repository(folder).digest() != before
+
+
+def test_script_writes_prompts_of_one_length_and_refuses_other_data_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text/first").mkdir(parents=True)
+    (tmp_path / "text/first/f.py").write_text("value = 1\n" * 60)
+    out, script = tmp_path / "made.jsonl", Path(__file__).parents[2] / "docs/grids/long_prompts.py"
+    words = ["--model", str(write_letters(tmp_path / "model")), "--tokens", "64", "--out", str(out), "--prompts"]
+
+    def run(dataset: str, count: str) -> None:
+        monkeypatch.setattr(sys, "argv", [str(script), dataset, *words, count])
+        runpy.run_path(str(script), run_name="__main__")
+
+    for dataset, count, said in (("gsm8k", "2", "not long text"), (f"repository:{tmp_path}/text", "99", "not 99")):
+        with pytest.raises(SystemExit) as ended:
+            run(dataset, count)
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+    run(f"repository:{tmp_path}/text", "2")
+    assert [len(json.loads(line)["prompt_token_ids"]) for line in out.read_text().splitlines()] == [64, 64]

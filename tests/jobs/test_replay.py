@@ -145,3 +145,18 @@ def test_script_writes_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (row.id, len(row.later), len(row.tools)) == ("first", 3, 0 if words else 2)
     texts = [message["content"] for step in row.later for message in step]
     assert sum("value = " in text for text in texts) == 2
+
+
+@pytest.mark.parametrize(("name", "turns"), [("packages", "2"), ("packages", "9"), ("missing", "3")])
+def test_script_refuses_what_makes_no_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, turns: str
+) -> None:
+    (tmp_path / "packages/first").mkdir(parents=True)
+    (tmp_path / "packages/first/f.py").write_text("value = 1\n" * 60)
+    out, script = tmp_path / "made.jsonl", Path(__file__).parents[2] / "docs/grids/agent_replay.py"
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / name), "--turns", turns, "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 2
+    assert not out.exists()
+    assert ("no such folder" if name == "missing" else "--turns") in capsys.readouterr().err

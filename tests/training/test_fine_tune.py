@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from letters import letters_engine, write_letters
 from safetensors.torch import load_file
 
@@ -19,6 +20,8 @@ SCRIPT = Path(__file__).parents[2] / "docs/grids/fine_tune.py"
 @pytest.mark.slow  # imports transformers
 def test_checkpoints_move_away_from_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, out = write_letters(tmp_path / "model"), tmp_path / "out"
+    described = json.loads((model / "config.json").read_text()) | {"dtype": "bfloat16"}  # as transformers 5 writes it
+    (model / "config.json").write_text(json.dumps(described))
     words = ["--steps", "0,2,20", "--lr", "3e-3", "--batch", "2", "--device", "cpu", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(model), *words])
     runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -28,8 +31,22 @@ def test_checkpoints_move_away_from_the_first(tmp_path: Path, monkeypatch: pytes
     assert lines[2]["loss"] < lines[1]["loss"]
     first, last = (load_file(out / f"step-{step}/model.safetensors") for step in (0, 20))
     assert {name: weight.tolist() for name, weight in first.items()} == {
-        name: weight.tolist() for name, weight in load_file(model / "model.safetensors").items()
+        name: weight.bfloat16().tolist() for name, weight in load_file(model / "model.safetensors").items()
     }
+    assert {weight.dtype for weight in last.values()} == {torch.bfloat16}
     assert first.keys() == last.keys()
     with letters_engine(out / "step-20") as engine:
         assert engine.generate(["Question: 1 + 1?"], SamplingParams(max_new_tokens=4))[0].token_ids
+
+
+@pytest.mark.slow  # imports transformers
+@pytest.mark.parametrize("words", [["owner/name", "--out", "new"], [".", "--out", "."]])
+def test_a_model_that_is_no_folder_and_an_output_that_exists_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == 2
+    assert words[0 if words[0] != "." else 1] in capsys.readouterr().err
