@@ -17,7 +17,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 ABOUT = "about.md"
 ARCHIVES = sorted(RESULTS.rglob("*.tar.xz"))
 MOST_BYTES = 3_000_000  # of one archive: 60 bytes per request
-QUICK_BYTES = 40_000  # of one whose tables are remade in the quick tests
+QUICK_BYTES = 20_000  # of one whose tables are remade in the quick tests
 REPEATED = re.compile(r"-[2-9]$")  # folders of runs that repeat another one
 
 

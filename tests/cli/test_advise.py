@@ -146,6 +146,7 @@ draft-tokens = 3
 """
 
 
+@pytest.mark.slow
 def test_advice_through_servers(run, tmp_path, prompts, engine, use_tokenizer):
     """A server cannot change its drafter: those given are compared, and fewer drafts follow from the positions."""
     use_tokenizer(engine.tokenizer_class())

@@ -41,6 +41,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(name).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_sweep_reports_where_speculation_is_slower_and_why(run):
     # Eight passes of half a model that agrees with the whole one by chance cannot pay.
     words = "--draft self:skip=0 --draft-tokens 8 --input-len 8 --output-len 12"

@@ -109,6 +109,7 @@ def test_positions_are_accepted_with_their_probability_under_both_schedules(
     assert other == [own[:70] for own in tokens]
 
 
+@pytest.mark.slow
 def test_a_mean_is_that_of_the_configured_drafts(toy: Any, toy_engine: Callable[..., Engine]) -> None:
     for speculation, mean in ((SHAPES["block"], 3.3), (SHAPES["tree"], 2.4)):
         _, metrics, _ = run(toy_engine, toy, replace(speculation, simulate_accept_length=mean))

@@ -289,6 +289,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_prompts_and_answers_are_those_of_lm_evals_own_model(tiny: tuple[Path, Any, Any], hflm: Any) -> None:
     """Rendered chats with a bos token, the beginning of an answer, refused system messages, prompts that are too long,
     and every generation argument."""

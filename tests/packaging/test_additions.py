@@ -125,6 +125,7 @@ ARCHITECTURE_IN: dict[str, dict[str, tuple[str, ...]]] = {
         "a benchmark": ("sweeps/microbench/job_memory.py",),
     },
 }
+METHODS = ("gptq", "quark")  # readers of quantization methods whose layers may have several formats
 # Quantization format -> the same. FP8 is also a type of activations and of KV caches: only imports of its format count.
 FORMAT_IN: dict[str, dict[str, tuple[str, ...]]] = {
     "fp8": {
@@ -179,6 +180,6 @@ def test_files_that_name_a_family(module: str) -> None:
 @pytest.mark.parametrize("module", [form.__module__ for form in FORMATS])
 def test_files_that_name_a_format(module: str) -> None:
     name = module.rpartition(".")[2]
-    own = {"specbatch/models/formats/registry.py", f"specbatch/models/formats/{name}.py"}
+    own = {f"specbatch/models/formats/{file}.py" for file in ("registry", name, *METHODS)}
     found = unexplained("formats.fp8" if name == "fp8" else name, own, FORMAT_IN.get(name, {}))
     assert {path for path in found if not path.startswith("kernels/gemm/quantized/")} == set()  # its kernels

@@ -86,6 +86,7 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_generate_and_its_like_import_no_package_for_tables_and_evaluations(model, tmp_path) -> None:
     (tmp_path / "in.jsonl").write_text('{"prompt": "Hello"}\n{"prompt_token_ids": [5, 6]}\n')
     words = "--model model --device cpu --max-new-tokens 5 --algorithm ngram"

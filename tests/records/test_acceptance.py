@@ -156,7 +156,7 @@ ALIEN = {"algorithm": "standalone", "draft": "toy-2", "draft_tokens": 3}  # a dr
         (Speculation(schedule="v2", **ALIEN), True),
         pytest.param(Speculation(schedule="v1", **ALIEN), True, marks=pytest.mark.slow),
         (Speculation("standalone", draft="toy", draft_tokens=3), False),
-        (Speculation(simulate_accept_length=1.0, **ALIEN), False),
+        pytest.param(Speculation(simulate_accept_length=1.0, **ALIEN), False, marks=pytest.mark.slow),
     ],
     ids=str,
 )

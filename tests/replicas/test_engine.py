@@ -496,6 +496,7 @@ def test_what_does_not_fit_on_one_replica_runs_on_another(wanted: Answers, monke
     assert not any("Traceback" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_replica_of_ranks_is_replaced_by_one_with_a_smaller_batch(
     wanted: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from specbatch.drafters.lilicorr import LiLiCorrTree
 
 
 @pytest.mark.parametrize("schedule", slow_but(["v2"], ["v1", "v2"]))
+@pytest.mark.slow
 def test_trees_match_the_reference_after_accepted_paths(
     toy: Any, toy_engine: Any, reference: Any, monkeypatch: pytest.MonkeyPatch, schedule: str
 ) -> None:

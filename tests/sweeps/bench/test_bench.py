@@ -91,6 +91,7 @@ def cells(text: str, section: str, column: str) -> dict[tuple[str, str], str]:
     return {(row[0], row[1]): row[head.index(column)] for row in body}
 
 
+@pytest.mark.slow
 def test_sections_are_sweeps(run: Callable[..., Result], no_plots: None) -> None:
     result = run()
     assert result.exit_code == 0, result.output

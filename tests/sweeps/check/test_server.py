@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crossed import first_quick
 from engine_server import FAULTS, IGNORING, EngineServer, serving_engine
 from letters import letters_engine, write_letters
 from typer.testing import CliRunner, Result
@@ -117,7 +118,7 @@ def test_every_fault_has_a_test() -> None:
     assert {*NAMED, *TOGETHER} == {*FAULTS}
 
 
-@pytest.mark.parametrize("fault", NAMED)
+@pytest.mark.parametrize("fault", first_quick(3, NAMED))
 def test_fault_is_named(serve: Any, check: Any, fault: str) -> None:
     probes = [name for name in ("temperature", "stop", "max_tokens", "logprobs") if NAMED[fault].startswith(name)]
     report = check(serve(fault), *probes)
@@ -183,6 +184,7 @@ def test_other_weights_are_found(serve: Any, command: Any, tmp_path: Path) -> No
     assert "below the referee's best, and rounding explains" in found.output
 
 
+@pytest.mark.slow
 def test_sampled(serve: Any, command: Any, folder: Path, tmp_path: Path) -> None:
     many = ("--sampled", "--seeds", "150", "--prompts", "1", "--concurrency", "32")
     assert command(serve(), *many).exit_code == 0
