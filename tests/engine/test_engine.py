@@ -363,6 +363,7 @@ def test_models_and_plan_are_logged(toy_engine: Callable[..., Engine]) -> None:
     assert any("KV pages" in line for line in lines)
 
 
+@pytest.mark.slow  # waits for two seconds
 def test_peak_throughput_and_the_record_of_a_closed_engine(toy: Any, toy_engine: Any) -> None:
     engine = toy_engine()
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from crossed import crossed
+from crossed import slow_but
 from safetensors.torch import load_file, save_file
 
 from specbatch import Engine, EngineConfig, Speculation
@@ -50,7 +51,12 @@ def refused(*load_it) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("algorithm", "value"), crossed(WEIGHTS, [float("nan"), float("-inf")]))
+NOT_FINITE = float("nan"), float("-inf")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "value"), slow_but([*zip(("eagle3", "mtp"), NOT_FINITE, strict=True)], product(WEIGHTS, NOT_FINITE))
+)
 def test_non_finite_weights_are_refused(draft, target_folder, algorithm, value):
     """Verification would hide bad drafts. Undamaged, all of these drafts load."""
     folder = draft(algorithm)
