@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from crossed import first_quick
 from named_in import files_naming
 
 from specbatch.records.request_metrics import OF_REQUESTS
@@ -94,7 +95,7 @@ for path, text in pages(docs):
 
 @pytest.mark.parametrize(
     ("module", "registry", "source"),
-    [("request_metrics", "OF_REQUESTS", "of_requests"), ("step_metrics", "OF_STEPS", "of_steps")],
+    first_quick(1, [("step_metrics", "OF_STEPS", "of_steps"), ("request_metrics", "OF_REQUESTS", "of_requests")]),
 )
 def test_all_follows_from_an_entry(tmp_path: Path, module: str, registry: str, source: str) -> None:
     script = ADDED.format(module=module, registry=registry, source=source)

@@ -344,7 +344,8 @@ def test_a_traceback_is_logged_once() -> None:
     assert "replica 0 ended (SpecbatchError: out of memory); starting another" in lines
 
 
-@pytest.mark.parametrize("scores", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # waits until it counts as stuck
+@pytest.mark.parametrize("scores", [False, True])
 def test_a_replica_that_is_stuck_is_replaced(one: Engine, monkeypatch: pytest.MonkeyPatch, *, scores: bool) -> None:
     def work(engine: Any) -> Any:
         return engine.score(PAIRS) if scores else tokens(engine.generate(PROMPTS, SAMPLED))

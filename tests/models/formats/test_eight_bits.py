@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crossed import slow_but
 from quantized_models import check_model, devices
 from quantized_weights import MORE, Stored, forms_of, words
 
@@ -16,7 +17,7 @@ EVERY = [*(("llama", form) for form in forms_of(Int8Weights)), ("moe", "W8A8"), 
 
 
 @devices
-@pytest.mark.parametrize(("model", "form"), EVERY)
+@pytest.mark.parametrize(("model", "form"), slow_but(EVERY[::2], EVERY))
 def test_model_matches_dequantized_model(
     model: str, form: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 
 import pytest
+from crossed import first_quick
 from rival_servers import Rival, rival
 
 from specbatch.core.sampling_params import SamplingParams
@@ -231,7 +232,7 @@ def test_an_answer_of_one_token_has_no_tpot(kind, send):
     assert record.metrics["requests"] == 4
 
 
-@pytest.mark.parametrize("kind", [*KINDS, LLAMACPP])
+@pytest.mark.parametrize("kind", first_quick(1, [*KINDS, LLAMACPP]))
 def test_first_token_comes_with_text_and_not_with_the_role(kind):
     found, _ = measured(Rival(kind, step_s=0.05, template_tokens=9), send="chat", count=1)
     assert found[0].metrics.ttft_s >= 0.05
