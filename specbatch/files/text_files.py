@@ -6,6 +6,7 @@ file that can be read can also be walked, copied and shown.
 
 from __future__ import annotations
 
+import codecs
 import json
 import stat
 import tomllib
@@ -57,9 +58,9 @@ def read_bytes(path: Path, most: int = LARGEST["JSON"]) -> bytes:
 
 
 def read_text(setting: str, path: Path, works: str = "name another file") -> str:
-    """The UTF-8 text of a file. Raises SpecbatchError for `setting`; `works` is the advice."""
+    """The UTF-8 text of a file, without a byte order mark. Raises SpecbatchError for `setting`; `works`: the advice."""
     try:
-        return _decoded(read_bytes(path))
+        return _decoded(read_bytes(path).removeprefix(codecs.BOM_UTF8))
     except UnreadableError as error:
         raise refuse(setting, str(path), f"{error}; {works}") from None
 
@@ -131,7 +132,7 @@ def _has_keys(value: Any, colons: int) -> bool:
 
 def _read(setting: str, path: Path, form: str, works: str, most: int | None = None) -> Any:
     try:
-        content = read_bytes(path, most or LARGEST[form])
+        content = read_bytes(path, most or LARGEST[form]).removeprefix(codecs.BOM_UTF8)
         found = parse_json(content) if form == "JSON" else _parse_config(_decoded(content), form)
         _check_text(found, content)
     except UnreadableError as error:

@@ -47,6 +47,8 @@ def test_values(tmp_path: Path) -> None:
     ):
         path.write_text(text, encoding="utf-8")
         assert read("policy", path) == value
+        path.write_text(text, encoding="utf-8-sig")  # some editors put a byte order mark first
+        assert read("policy", path) == value
 
 
 def test_keys_that_an_object_has_twice() -> None:
