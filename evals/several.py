@@ -51,6 +51,14 @@ class SeveralReports:
         write_atomic(folder / "summary.csv", pandas.DataFrame(rows).to_csv(index=False))
 
 
+def refuse_others(folder: Path, names: Sequence[str], file: str) -> None:
+    """Refuse the folder of several tasks if it also has results, with such a file, of tasks that are not named."""
+    found = {path.parent for path in folder.glob(f"*/{file}")}
+    if others := sorted(path.name for path in found - {folder_of(folder, name) for name in names}):
+        works = f"has results of {listed(others)} as well, which its table would lose; name all tasks, or a new folder"
+        raise refuse("output", str(folder), works)
+
+
 def prepare_several(options: EvalOptions) -> dict[str, PreparedEval]:
     """Load all tasks. By the name of the task, in the order in which they run."""
     names, output = options.names, options.output
@@ -60,10 +68,8 @@ def prepare_several(options: EvalOptions) -> dict[str, PreparedEval]:
     folders = [None if output is None else folder_of(output, name) for name in names]
     if output is not None and has_results(output, []):
         raise refuse("output", str(output), "has the results of one task; name a new folder for several")
-    found = {path.parent for path in output.glob(f"*/{RECORD}")} if output is not None else set[Path]()
-    if others := sorted(path.name for path in found - {*folders}):
-        works = f"has results of {listed(others)} as well, which its table would lose; name all tasks, or a new folder"
-        raise refuse("output", str(output), works)
+    if output is not None:
+        refuse_others(output, names, RECORD)
     if output is not None and len({*folders}) < len(folders):
         raise refuse("task", options.task, "has two tasks whose folders have the same name; evaluate one by itself")
     each = [

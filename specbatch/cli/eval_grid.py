@@ -113,10 +113,15 @@ def grids_in_modes(
     workers: Cluster | None,
 ) -> ThinkingGrids:
     """Run all points with thinking on, then off, and write the table of both."""
+    from specbatch.evals.several import refuse_others
     from specbatch.evals.thinking import ThinkingGrids, in_modes
+    from specbatch.records.sweep_plan import PLAN
 
-    found = {}
-    for mode, asked in in_modes(options.task, folder).items():
+    found, modes = {}, in_modes(options.task, folder)
+    for asked in modes.values():
+        assert asked.output is not None
+        refuse_others(asked.output, asked.names, PLAN)
+    for mode, asked in modes.items():
         say(f"thinking {mode}:")
         assert asked.output is not None
         asked.output.mkdir(exist_ok=True)

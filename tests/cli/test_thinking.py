@@ -115,6 +115,13 @@ def test_eval_of_configurations(run: Callable[..., Result]) -> None:
     ]  # fmt: skip
     found = json.loads(result.stdout)["thinking"]
     assert {mode: len(grids["one_digit_sums"]["rows"]) for mode, grids in found.items()} == {"on": 2, "off": 2}
+    other = Path("several/thinking-off/third/sweep.json")
+    other.parent.mkdir(parents=True)
+    other.write_text("{}")
+    words = command.replace("one_digit_sums", "one_digit_sums gsm8k").split()
+    refused = CliRunner().invoke(app, [*words, "--compare-thinking", "--out", "several"])
+    assert refused.exit_code == 2
+    assert "has results of third as well, which its table would lose" in refused.stderr
 
 
 def test_acceptance(run: Callable[..., Result]) -> None:
