@@ -90,6 +90,7 @@ def test_what_has_finished_before_a_rank_fails_is_kept(targets: Targets, monkeyp
             work()
 
 
+@pytest.mark.slow  # waits until it counts as silent
 def test_a_rank_that_falls_silent_is_named(
     targets: Targets, watch: Watch, stopped_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,7 +146,7 @@ def test_second_server_and_weights(serve: Any, command: Any, folder: Path, tmp_p
     assert found.exit_code == 0, found.output
 
 
-@pytest.mark.parametrize("silent", ["server", "baseline"])
+@pytest.mark.parametrize("silent", first_quick(1, ["server", "baseline"]))
 def test_one_side_that_shows_log_probabilities_judges_alone(
     serve: Any, command: Any, tmp_path: Path, silent: str
 ) -> None:
