@@ -66,12 +66,12 @@ def prepare_several(options: EvalOptions) -> dict[str, PreparedEval]:
         ready = prepare(options)
         return {ready.task.name: ready}
     folders = [None if output is None else folder_of(output, name) for name in names]
-    if output is not None and has_results(output, []):
-        raise refuse("output", str(output), "has the results of one task; name a new folder for several")
     if output is not None:
+        if has_results(output, []):
+            raise refuse("output", str(output), "has the results of one task; name a new folder for several")
         refuse_others(output, names, RECORD)
-    if output is not None and len({*folders}) < len(folders):
-        raise refuse("task", options.task, "has two tasks whose folders have the same name; evaluate one by itself")
+        if len({*folders}) < len(folders):
+            raise refuse("task", options.task, "has two tasks whose folders have the same name; evaluate one by itself")
     each = [
         # Finished tasks are kept: `overwrite` starts those over that were interrupted.
         replace(options, task=name, output=own, overwrite=options.overwrite and _is_interrupted(own))

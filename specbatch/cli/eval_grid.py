@@ -116,17 +116,16 @@ def grids_in_modes(
     from specbatch.evals.several import refuse_others
     from specbatch.evals.thinking import ThinkingGrids, in_modes
     from specbatch.records.sweep_plan import PLAN
+    from specbatch.sweeps.report.parts import folders_of
 
-    found, modes = {}, in_modes(options.task, folder)
-    for asked in modes.values():
-        assert asked.output is not None
-        refuse_others(asked.output, asked.names, PLAN)
-    for mode, asked in modes.items():
+    found, paths = {}, folders_of(folder)
+    for path in paths.values():
+        refuse_others(path, options.task.names, PLAN)
+    for mode, asked in in_modes(options.task, folder).items():
         say(f"thinking {mode}:")
-        assert asked.output is not None
-        asked.output.mkdir(exist_ok=True)
+        paths[mode].mkdir(exist_ok=True)
         own = replace(options, task=replace(asked, output=None))
-        found[mode] = compare(models, left_out, own, asked.output, workers)[0][""]
+        found[mode] = compare(models, left_out, own, paths[mode], workers)[0][""]
     both = ThinkingGrids(found)
     both.save(folder)
     return both
