@@ -31,7 +31,7 @@ from specbatch.evals.options import GridOptions
 from specbatch.evals.run import PreparedEval, prepare, prepare_each
 from specbatch.evals.several import folder_of
 from specbatch.files.atomic_file import write_json
-from specbatch.progress.bars import NotedReport
+from specbatch.progress.bars import NotedReport, Report
 from specbatch.records.store import RECORD, load_record
 from specbatch.records.sweep_plan import (
     LEFT_OUT,
@@ -47,6 +47,7 @@ from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, connected
 from specbatch.sweeps.run.runner import Measured, is_measured, save_measured
 from specbatch.sweeps.run.sweep import run_workloads
+from specbatch.sweeps.run.unloaded import longest_of
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -80,7 +81,7 @@ class Evaluation:
     refused    errors in the settings, which all points may have in common
     """
 
-    kind, section = "an evaluation", ""
+    kind, section, lengths = "an evaluation", "", None
 
     def __init__(self, options: GridOptions) -> None:
         self.options = options
@@ -106,8 +107,8 @@ class Evaluation:
 
     def refuse_unfit(self, configs: Configs, folder: Path) -> None:
         """Refuse, before any engine is loaded, a task that generates nothing or has no score, servers that get other
-        prompts than the other configurations, a folder with other settings, and a `max_model_len` into which a question
-        of a point that is left does not fit."""
+        prompts than the other configurations, a folder with other settings, and a `max_model_len`, set or that of the
+        models, into which a question of a point that is left does not fit."""
         task, name = self.ready.task, self.options.task.task
         if task.scores_texts:
             works = f"task {name} ({task.kind}) scores given texts, which decodes nothing"
@@ -123,10 +124,11 @@ class Evaluation:
             return
         largest = self._at(max(point.concurrency for point in left))  # has the questions of the other points, too
         names = {one.configuration for one in left}
-        own = {config.max_model_len: name for name, config in engines_of(configs).items() if name in names}
-        for name in own.values():
+        own = {name: config for name, config in engines_of(configs).items() if name in names}
+        lengths = {name: longest_of(config) for name, config in own.items()}
+        for longest, name in {longest: name for name, longest in lengths.items()}.items():
             with about(name):
-                largest.check_lengths(engines_of(configs)[name])
+                largest.check_lengths(own[name], longest)
 
     def _refuse_mixed_prompts(self, configs: Configs) -> None:
         """Messages that a server renders are no prompts of this engine, so their answers cannot be paired."""
@@ -169,7 +171,7 @@ class Evaluation:
         own = any(needs_tokenizer(one.send, self.options.task, scores_texts=False) for one in servers)
         return connected(configs, log, None, failed, tokenizer=own)
 
-    def prepare(self, engines: Engines, tokenizer: Tokenizer) -> Evaluation:
+    def prepare(self, engines: Engines, tokenizer: Tokenizer, report: Report | None = None) -> Evaluation:
         return self  # lm-eval makes the prompts in each run
 
     def check(self, name: str, engine: InferenceEngine, concurrency: int) -> None:

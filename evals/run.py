@@ -128,10 +128,11 @@ class PreparedEval:
         asked = {name: value for name, value in asked.items() if value != usual[name]}
         return None if kept is None else kept.header | sources | asked
 
-    def check_lengths(self, config: EngineConfig) -> None:
+    def check_lengths(self, config: EngineConfig, longest: int | None = None) -> None:
         """Refuse a `max_model_len` into which a question and its answer do not fit. Of the model only the tokenizer is
-        loaded."""
-        if config.max_model_len is None or not self.task.generates:
+        loaded. longest: where `max_model_len` is not set, what the models have; None: not known"""
+        longest = config.max_model_len or longest
+        if longest is None or not self.task.generates:
             return
         from specbatch.evals.lm import SpecBatchLM
 
@@ -140,7 +141,7 @@ class PreparedEval:
         if options.chat_template and not tokenizer.has_chat_template:
             return  # `run` says so
         model = SpecBatchLM(
-            cast("InferenceEngine", _NotLoaded(tokenizer, config)),
+            cast("InferenceEngine", _NotLoaded(tokenizer, config, longest)),
             options.task,
             **options.of_model,
         )
@@ -309,9 +310,9 @@ class _AllFit(Exception):
 class _NotLoaded:
     """What `SpecBatchLM` needs of an engine to make and check prompts."""
 
-    def __init__(self, tokenizer: Tokenizer, config: EngineConfig) -> None:
+    def __init__(self, tokenizer: Tokenizer, config: EngineConfig, longest: int) -> None:
         self.tokenizer, self.config = tokenizer, config
-        self.caps = {"max_model_len": config.max_model_len}
+        self.caps = {"max_model_len": longest}
 
     def generate(self, *_: Any, **__: Any) -> None:
         raise _AllFit

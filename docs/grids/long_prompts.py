@@ -15,6 +15,7 @@ from pathlib import Path
 
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.long_text import LongText
+from specbatch.progress.bars import progress
 from specbatch.sweeps.workload.workloads import Workload
 from specbatch.weights import open_checkpoint
 
@@ -34,7 +35,8 @@ def main() -> None:
             parser.error(f"{given.dataset!r} is not long text; use repository:FOLDER, documents:FOLDER or many-shot")
         tokenizer = open_checkpoint(given.model, log=print).tokenizer()
         text = Workload(given.dataset, input_len=given.tokens, window=given.window, seed=given.seed, output_len=1)
-        rows = text.prompts(tokenizer, given.prompts)
+        with progress("tokenizing prompts", "prompts") as report:
+            rows = text.prompts(tokenizer, given.prompts, report)
     except SpecbatchError as error:
         parser.error(str(error))
     given.out.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))

@@ -232,6 +232,7 @@ def _evaluate(
 ) -> EvalReport | SeveralReports:
     """Answer with this engine what is not finished in the output folder."""
     from specbatch.evals.several import prepare_several
+    from specbatch.sweeps.run.unloaded import longest_of
 
     every = prepare_several(options)
     if engine.decode_graph == "whole" and not any(ready.task.generates for ready in every.values()):
@@ -239,7 +240,9 @@ def _evaluate(
         raise refuse("decode_graph", "whole", f"{named} scores given texts and decodes nothing; leave it out")
     for ready in every.values():
         config = ready.engine_config(config)
-        ready.check_lengths(config)
+    longest = longest_of(config) if len(every) > 1 else None  # one task checks its questions when it begins
+    for ready in every.values():
+        ready.check_lengths(config, longest)
 
     def opened(left: dict[str, PreparedEval]) -> AbstractContextManager[InferenceEngine]:
         counts = [ready.requests for ready in left.values()]  # the tasks run one after the other

@@ -78,7 +78,7 @@ def compare(
     """Run all points. The tables by model and task, and the exit statuses of models that have failed."""
     from specbatch.evals.grid import each_task, evaluations, load_grids, run_grids
     from specbatch.sweeps.run.loading import check
-    from specbatch.sweeps.run.process import run_in_process
+    from specbatch.sweeps.run.process import naming, run_in_process
 
     tasks, label = each_task(options), f"eval {options.task.task}"
     if len(models) == 1:
@@ -87,9 +87,10 @@ def compare(
             how: dict[str, Any] = {"left_out": left_out, "cluster": workers, "log": say, "report": report}
             return {"": run_grids(configs, tasks, folder, **how)}, []
     for name, ours in models.items():  # fail before a model has run for hours, not after
-        evaluations(ours, tasks, folder / name)
-        if workers is None:
-            check(ours)
+        with naming(name, log=say):
+            if workers is None:
+                check(ours)
+            evaluations(ours, tasks, folder / name)
     found: dict[str, dict[str, Grid]] = {}
     statuses: list[int] = []
     for name, ours in models.items():

@@ -146,12 +146,14 @@ def sweep(
     from specbatch.records.sweep_plan import check_plan, plan_of
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.report.parts import MODES, RATE, THINKING, folders_of, write_parts
-    from specbatch.sweeps.run.benchmark import SweepOptions
+    from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
     from specbatch.sweeps.run.configurations import by_model
     from specbatch.sweeps.run.engine_groups import engines_of
-    from specbatch.sweeps.run.loading import check, one_group, refuse_servers
-    from specbatch.sweeps.run.process import run_in_process
+    from specbatch.sweeps.run.loading import one_group, refuse_servers
+    from specbatch.sweeps.run.process import naming, run_in_process
+    from specbatch.sweeps.run.runner import TOKENIZING
     from specbatch.sweeps.run.sweep import parts_of, run_parts, run_server, run_sweep
+    from specbatch.sweeps.run.unloaded import check_all
 
     engine, workers = clustered(engine, cluster, replicas=False)
     if workers is not None and engine_kind != "specbatch":
@@ -219,9 +221,16 @@ def sweep(
     inside = [name for *_, name in each.values() if name]
     if dry_run:
         from specbatch.sweeps.run.estimate import dry_run as planned
+        from specbatch.sweeps.run.estimate import in_all
 
-        plans = {title: planned(ours, one, output and output / name) for title, (ours, one, name) in each.items()}
-        text = "\n".join(f"{title}:\n\n{plan}" if title else plan for title, plan in plans.items())
+        plans, text = [], ""
+        with progress(TOKENIZING, "prompts") as report:
+            for title, (ours, one, name) in each.items():
+                with naming(title, log=say):
+                    plans.append(planned(ours, one, output and output / name, report))
+                text += f"{title}:\n\n{plans[-1]}\n" if title else str(plans[-1])
+        if len(plans) > 1:
+            text += str(in_all(plans))
         say(settings)
         show(text, {"configurations": list(engines)}, as_json=as_json)
         return
@@ -248,11 +257,13 @@ def sweep(
             summary, rows = _summary(folder, wide=wide)
             reports = write_reports(folder)
         else:
-            for name, ours in models.items():  # fail before a model has run for hours, not after
-                fit = options.fitted(ours)
-                check_plan(folder / name, plan_of(fit, options))
-                if workers is None:
-                    check(fit)
+            with progress(TOKENIZING, "prompts") as report:
+                for name, ours in models.items():  # fail before a model has run for hours, not after
+                    with naming(name, log=say):
+                        fit = options.fitted(ours)
+                        check_plan(folder / name, plan_of(fit, options))
+                        if workers is None:
+                            check_all(fit, Benchmark(options), report)
             summary, rows, reports = "", [], []
             for name, ours in models.items():
                 say(f"{name}:")

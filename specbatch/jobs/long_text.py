@@ -18,12 +18,12 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from specbatch.errors import counted, refuse
 from specbatch.jobs.questions import bundled_questions
+from specbatch.progress.bars import Report
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ _SOURCES = (
 _PROSE = (".md", ".rst", ".txt")
 _PROSE_NAMES = ("changelog", "changes", "contributing", "copying", "licence", "license", "metadata", "notice", "readme")
 _MOST_BYTES = 256 << 10  # of a file
+_LAST: dict[Any, list[Window]] = {}  # of the last call: all lengths of a sweep are ends of the same windows
 
 
 class Window(NamedTuple):
@@ -89,13 +90,19 @@ class LongText:
         found = [f"{path} {path.stat().st_size}" for files in self._files().values() for path in files]
         return hashlib.sha256("\n".join(found).encode(errors="surrogateescape")).hexdigest()
 
-    def windows(self, tokenizer: Tokenizer, size: int, count: int, seed: int) -> list[Window]:
+    def windows(
+        self, tokenizer: Tokenizer, size: int, count: int, seed: int, report: Report | None = None
+    ) -> list[Window]:
         """`count` windows of `size` tokens each; the first ones are the same for every count. Refused: more than the
-        text has."""
-        return _windows(self, tokenizer, size, count, seed)
+        text has. report: of the windows, if they are not known from the last call."""
+        asked = self, tokenizer, size, count, seed
+        if asked not in _LAST:
+            found = self._read(tokenizer, size, count, seed, report or (lambda done, total: None))
+            _LAST.clear()
+            _LAST[asked] = found
+        return _LAST[asked]
 
-    def read(self, tokenizer: Tokenizer, size: int, count: int, seed: int) -> list[Window]:
-        """As `windows`, from the files."""
+    def _read(self, tokenizer: Tokenizer, size: int, count: int, seed: int, report: Report) -> list[Window]:
         order = random.Random(f"{seed}/long text")
         if self.folder is None:
             streams = [_with_shots(tokenizer, size, order)]
@@ -110,6 +117,7 @@ class LongText:
                     streams.remove(stream)
                 else:
                     found.append(window)
+                    report(len(found), count)
         if len(found) < count:
             has = f"{'GSM8K' if self.folder is None else self.folder} has text for {counted(len(found), 'prompt')}"
             most = "" if self.folder is None else f" or more files of at most {_MOST_BYTES >> 10} KiB"
@@ -147,11 +155,6 @@ class LongText:
         else:
             usable = suffix in _PROSE or (not suffix and name.startswith(_PROSE_NAMES))
         return usable and path.is_file() and 0 < path.stat().st_size <= _MOST_BYTES
-
-
-@lru_cache(maxsize=1)  # all lengths of a sweep are ends of the same windows
-def _windows(text: LongText, tokenizer: Tokenizer, size: int, count: int, seed: int) -> list[Window]:
-    return text.read(tokenizer, size, count, seed)
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -222,7 +222,7 @@ def plan_memory(
         reserved["memory_fraction"] = f"{size_text(free - int(fraction * free))} of {size_text(free)} free are left"
     budget = share.budget(free, fraction, weights)
     weights = weights if share.index == 0 else 0
-    longest = min(config.max_model_len or model_len, model_len)
+    longest = longest_request(config, model_len)
 
     def taken(running: int, chunk: int) -> _Taken:
         # Three copies of the logits of a full batch: raw, float32, and sorted or as probabilities.
@@ -257,8 +257,6 @@ def plan_memory(
         spare = min(room // _CACHED_STATES_SHARE, room - pages * own_bytes)
         cached_states = max(0, min(wished, spare // cached_state_bytes))
         states, room = states + cached_states * cached_state_bytes, room - cached_states * cached_state_bytes
-    if config.max_model_len and config.max_model_len > model_len:
-        raise refuse("max_model_len", config.max_model_len, f"the model supports at most {model_len}")
     wanted = running * pages_for(longest + slack, size)
     limit = min(room, _CPU_KV_BYTES) if on_cpu else room
     least_bytes = own_bytes * (slack + 2) // size  # of a request, in pages of one token
@@ -305,12 +303,8 @@ def plan_memory(
             f"{asked}: of {size_text(free)} free, {size_text(room)} are left "
             f"for KV after {size_text(weights + draft_weights)} of weights; use a smaller model, dtype or max_running"
         )
-    fits = pages * size - slack
-    if config.max_model_len and fits < config.max_model_len:
-        need = pages_for(config.max_model_len + slack, size)
-        more = f", or kv_pages={need}" if need * page_bytes <= room else ""
-        works = f"the KV pool of {pages} pages holds requests of {fits}; use at most that{more}"
-        raise refuse("max_model_len", config.max_model_len, works)
+    need = pages_for((config.max_model_len or 0) + slack, size)
+    longest = longest_request(config, model_len, pages, slack, needs=need if need * page_bytes <= room else None)
     return MemoryPlan(
         max_running=running,
         prefill_chunk=chunk,
@@ -330,9 +324,30 @@ def plan_memory(
         corpus=corpus,
         grammars=grammars,
         graphs=graphs,
-        max_model_len=min(longest, fits),
+        max_model_len=longest,
         page_size=size,
     )
+
+
+def longest_request(
+    config: EngineConfig, model_len: int, pages: int | None = None, slack: int = 0, *, needs: int | None = None
+) -> int:
+    """Tokens of the longest prompt with its answer, as far as they are limited by the settings, the positions of the
+    models and the KV pages, if their number is known. Refused: a longer `max_model_len`.
+
+    slack: as in `reserved_length(0, rows)`; needs: how many pages would do, if there is memory for them
+    """
+    asked, longest = config.max_model_len, min(config.max_model_len or model_len, model_len)
+    if asked and asked > model_len:
+        raise refuse("max_model_len", asked, f"the model supports at most {model_len}")
+    if pages is None:
+        return longest
+    fits = pages * config.page_size - slack
+    if asked and fits < asked:
+        more = f", or kv_pages={needs}" if needs is not None else ""
+        works = f"the KV pool of {pages} pages holds requests of {fits}; use at most that{more}"
+        raise refuse("max_model_len", asked, works)
+    return min(longest, fits)
 
 
 def _check_capacity(config: EngineConfig, capacity: Capacity, fits: Callable[[int, int], bool], workspace: int) -> None:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from specbatch.progress.point_times import MARGINAL, PointTimes, PointWork
@@ -48,6 +48,17 @@ def begin_phase(report: Report, name: str) -> None:
     begin = getattr(report, "phase", None)
     if begin is not None:
         begin(name)
+
+
+@contextmanager
+def phase(report: NotedReport | None, name: str) -> Iterator[NotedReport | None]:
+    """Name what is reported inside, and go on with the name before."""
+    if report is not None:
+        before = getattr(report, "label", "")
+        begin_phase(report, name)
+    yield report
+    if report is not None and before:
+        begin_phase(report, before)
 
 
 class Instead:
@@ -93,6 +104,10 @@ class Waves:
         points = [PointWork(*point) for point in requests]
         self._left += points
         self._total += sum(point.requests for point in points)
+
+    def phase(self, name: str) -> AbstractContextManager[NotedReport | None]:
+        """See `phase`."""
+        return phase(self._report, name)
 
     def begin(self) -> None:
         """Begin to measure the current point: the time since the end of the one before, as of a warm-up, is not its
@@ -257,13 +272,14 @@ class _Shown:
     """Progress with a label, which is the name of the phase if there is one, and a rate, which is that of the phase."""
 
     def __init__(self, label: str, unit: str) -> None:
-        self._label, self._unit, self._pace = label, unit, _Pace(unit)
+        self.label, self._unit, self._pace = label, unit, _Pace(unit)
         self._count = self._rate = self._left = self._note = ""
         self._prefill = Rate()
         self._start = self._reported = time.monotonic()
 
     def phase(self, name: str) -> None:
-        self._label, self._pace = name, _Pace(self._unit)
+        self.label, self._pace = name, _Pace(self._unit)
+        self._count = self._rate = self._left = self._note = ""
 
     def prefilled(self, tokens: int) -> None:
         self._prefill.add(tokens)
@@ -287,6 +303,10 @@ class _Bar(_Shown):
     def __init__(self, label: str, unit: str, done: int) -> None:
         super().__init__(label, unit)
         self._done, self._total = done, float("nan")
+
+    def phase(self, name: str) -> None:
+        super().phase(name)
+        self._total = float("nan")
 
     def __call__(self, done: int, total: int, note: str = "", *, work: Work | None = None) -> None:
         super().__call__(done, total, note, work=work)
@@ -312,9 +332,9 @@ class _Bar(_Shown):
         notes = self._notes()
         order = [self._count, self._rate, elapsed, self._left, *notes]
         label, chosen = "", list[str]()
-        for part in (self._count, elapsed, self._left, self._label, *notes, self._rate):
-            labelled = self._label if part is self._label else label
-            longer = chosen if part is self._label else sorted(filter(None, [*chosen, part]), key=order.index)
+        for part in (self._count, elapsed, self._left, self.label, *notes, self._rate):
+            labelled = self.label if part is self.label else label
+            longer = chosen if part is self.label else sorted(filter(None, [*chosen, part]), key=order.index)
             if len(f"{labelled} {', '.join(longer)}".strip()) <= width:
                 label, chosen = labelled, longer
         return f"{label} {', '.join(chosen)}".strip()
@@ -343,4 +363,4 @@ class _Lines(_Shown):
         self._last, self._printed = now, True
         passed = f"{now - self._start:.0f} s elapsed"
         parts = filter(None, (self._count, self._rate, passed, self._left, *self._notes()))
-        print(f"{self._label}: {', '.join(parts)}", file=sys.stderr, flush=True)
+        print(f"{self.label}: {', '.join(parts)}", file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.requests.prompt_reader import check_size
 from specbatch.errors import about, counted, refuse
 from specbatch.memory.page_pool import held_at_once
+from specbatch.progress.bars import Report
 from specbatch.records.run_record import RunRecord
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
 from specbatch.sweeps.report.point_notes import failures
@@ -124,6 +125,10 @@ class Benchmark:
     def section(self) -> str:
         return self.options.section
 
+    @property
+    def lengths(self) -> Workload:
+        return self.options.workload
+
     def plan(self, configs: Mapping[str, Described]) -> dict[str, Any]:
         return plan_of(configs, self.options)
 
@@ -133,12 +138,12 @@ class Benchmark:
     def load(self, configs: Configs, log: Log | None, failed: Failed | None) -> AbstractContextManager[Engines]:
         return connected(configs, log, self.options.workload, failed)
 
-    def prepare(self, engines: Engines, tokenizer: Tokenizer) -> BenchmarkPrompts:
+    def prepare(self, engines: Engines, tokenizer: Tokenizer, report: Report | None = None) -> BenchmarkPrompts:
         workload = self.options.workload
         count = workload.count(max(self.concurrency))
         most = min([sys.maxsize, *(engine.caps.get("max_model_len", sys.maxsize) for engine in engines.values())])
-        workload = workload.for_engines(tokenizer, count, most)
-        prompts = workload.prompts(tokenizer, count)
+        workload = workload.for_engines(tokenizer, count, most, report)
+        prompts = workload.prompts(tokenizer, count, report)
         params = workload.params(len(prompts))
         for client in clients_of(engines):
             client.know_messages(prompts, workload.messages(len(prompts)))

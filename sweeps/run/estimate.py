@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from tabulate import tabulate
@@ -13,15 +12,15 @@ from tabulate import tabulate
 from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import counted
 from specbatch.memory.planner import MemoryPlan, MemoryShare, size_text
-from specbatch.progress.bars import time_text
+from specbatch.progress.bars import Report, time_text
 from specbatch.records.sweep_plan import check_plan, plan_of, points
 from specbatch.servers.server import Server
 from specbatch.sweeps.machine.limits import cpu_speeds, measure_machine
-from specbatch.sweeps.run.benchmark import SweepOptions, check_concurrency, check_prompts
-from specbatch.sweeps.run.conversations import longest
+from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
 from specbatch.sweeps.run.engine_groups import engines_of, groups_of
 from specbatch.sweeps.run.loading import Configs, check, of_lengths, shares_of
 from specbatch.sweeps.run.runner import is_measured
+from specbatch.sweeps.run.unloaded import Unloaded
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +30,22 @@ if TYPE_CHECKING:
 _HEADS = ("configuration", "concurrency", "repeats", "prompts", "new tokens", "about")
 
 
-def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str:
+class Estimate(NamedTuple):
+    """What a sweep would run: points, the seconds of those of engines, how many are of servers, and all as text."""
+
+    points: int
+    seconds: float
+    of_servers: int
+    plan: str = ""
+
+    def __str__(self) -> str:
+        start = "without loading, graph capture, warm-up and verifying drafts; less if drafts are accepted or answers"
+        servers = f"; {counted(self.of_servers, 'point')} of servers not included" if self.of_servers else ""
+        about = f"about {time_text(self.seconds)} ({start} end early{servers})"
+        return f"{self.plan}{counted(self.points, 'point')}, {about}\n"
+
+
+def dry_run(configs: Configs, options: SweepOptions, folder: Path | None, report: Report | None = None) -> Estimate:
     """A row for each configuration and concurrency with points that would run with `folder` as the output: how many
     (repeats), the prompts and new tokens of each, and the time of all of them. Below are the settings of each
     configuration, and the memory that an engine (one replica) would get. Points of servers, which are not connected to,
@@ -47,12 +61,13 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
         check_plan(folder, plan_of(fit, options))
     found = _planned(fit, options)
     plans = {name: plan for name, (_, plan, _) in found.items()}
-    first, largest, share = next(iter(found.values()))
-    work, tokenizer = options.workload, first.target.tokenizer()
-    options = replace(
-        options, workload=work.for_engines(tokenizer, work.count(max(options.concurrency)), largest.max_model_len)
-    )
-    _check_pages(found, configs, options)
+    first, _, share = next(iter(found.values()))
+    own, tokenizer = engines_of(configs), first.target.tokenizer()
+    engines = {name: Unloaded(own[name], one, tokenizer, plan) for name, (one, plan, _) in found.items()}
+    ready = Benchmark(options).prepare(engines, tokenizer, report)
+    for name, engine in engines.items():
+        ready.check(name, engine, max(options.concurrency))
+    options = ready.benchmark.options  # with the rows of these engines
     speeds = _speeds(first.device)
     left = [point for point in points(configs, options, folder) if folder is None or not is_measured(point, folder)]
     repeats = Counter((point.configuration, point.concurrency) for point in left)
@@ -78,12 +93,14 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None) -> str
     pool = "; one pool for all" if share.pages is not None else ""
     replicated = any(one.data_parallel > 1 for one in engines_of(configs).values())
     lines = "\n".join(_described(configs, plans, "of each replica " if replicated else "", pool))
-    start = (
-        "without loading, graph capture, warm-up and verifying drafts; less if drafts are accepted or answers end early"
-    )
     of_servers = sum(point.configuration not in plans for point in left)
-    servers = f"; {counted(of_servers, 'point')} of servers not included" if of_servers else ""
-    return f"{table}\n\n{lines}\n{counted(len(left), 'point')}, about {time_text(total)} ({start}{servers})\n"
+    return Estimate(len(left), total, of_servers, f"{table}\n\n{lines}\n")
+
+
+def in_all(every: Collection[Estimate]) -> Estimate:
+    """Of sweeps that run one after the other."""
+    seconds = sum(one.seconds for one in every)
+    return Estimate(sum(one.points for one in every), seconds, sum(one.of_servers for one in every), "in all: ")
 
 
 def _planned(fit: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, MemoryPlan, MemoryShare]]:
@@ -101,27 +118,6 @@ def _planned(fit: Configs, options: SweepOptions) -> dict[str, tuple[Prepared, M
             with of_lengths(one.config, options.workload):
                 found[name] = one, memory_plan(one, own), share
     return {name: found[name] for name in prepared}
-
-
-def _check_pages(
-    found: Mapping[str, tuple[Prepared, MemoryPlan, MemoryShare]], configs: Configs, options: SweepOptions
-) -> None:
-    """Refuse a concurrency that an engine cannot hold, and prompts that it cannot run."""
-    from specbatch.engine.requests.prompt_reader import PromptReader
-
-    most, tokenizer = max(options.concurrency), next(iter(found.values()))[0].target.tokenizer()
-    prompts = options.workload.prompts(tokenizer, options.workload.count(most))
-    params = options.workload.params(len(prompts))
-    lengths = list(longest(options.workload, tokenizer, prompts, params))
-    for name, (one, plan, _) in found.items():
-        slots = one.draft.kv_slots_per_step(one.config.speculation.num_drafts)
-        caps = {"max_running": plan.max_running, "kv_pages": plan.kv_pages, "page_size": one.config.page_size}
-        replicas = engines_of(configs)[name].data_parallel
-        caps |= {"verify_slots": slots, "max_model_len": plan.max_model_len}
-        check_prompts(
-            PromptReader(tokenizer, one.target.config, caps).check, caps, options.workload, prompts, params, lengths
-        )
-        check_concurrency(name, caps, replicas, options.workload.held(most), lengths)
 
 
 def _described(configs: Configs, plans: Mapping[str, MemoryPlan], whose: str, pool: str) -> Iterator[str]:

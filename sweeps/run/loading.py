@@ -15,7 +15,7 @@ from specbatch.errors import FailedError, SpecbatchError, about, reason_of, refu
 from specbatch.memory.capacity import CPU_RUNNING
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.servers.server import Server
-from specbatch.sweeps.run.engine_groups import ON_DEVICES, Failed, engines_of, groups_of
+from specbatch.sweeps.run.engine_groups import ON_DEVICES, Failed, engines_of
 from specbatch.sweeps.workload.lengths import shown
 from specbatch.sweeps.workload.workloads import Workload
 
@@ -31,21 +31,6 @@ OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
 _NOT_OF_DRAFTS = {one.name for one in fields(EngineConfig)} - {*OF_WEIGHTS} | {
     f"graphs.{one.name}" for one in fields(Graphs)
 }
-
-
-def check_early(configs: Configs, failed: Failed, log: Log | None) -> None:
-    """Find what cannot run before another group has run for hours. Raises an error that all configurations have."""
-    causes: list[Exception] = []
-    own = engines_of(configs)
-    if len(groups_of(configs)) == 1:
-        return  # they are loaded before any point runs
-    for name, config in own.items():
-        with noted(failed, name, causes):
-            check_machine(config)
-        if log is not None and name in failed:
-            log(f"{name}: {failed[name]}")
-    if len(causes) == len(own):
-        raise causes[0]
 
 
 def check_machine(config: EngineConfig) -> Prepared:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
@@ -15,6 +15,17 @@ from specbatch.errors import WORDING, FailedError, SpecbatchError, Wording
 from specbatch.progress.bars import progress
 
 Log = Callable[[str], None]
+
+
+@contextmanager
+def naming(model: str, *, log: Log) -> Iterator[None]:
+    """Say which of several models is refused before any of them runs."""
+    try:
+        yield
+    except SpecbatchError:
+        if model:
+            log(f"{model} cannot run; nothing has begun")
+        raise
 
 
 def run_in_process(run: Callable[..., Any], folder: Path, *, log: Log, label: str) -> int:

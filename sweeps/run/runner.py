@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from specbatch.errors import counted
 from specbatch.files.atomic_file import write_atomic, writing
-from specbatch.progress.bars import NotedReport, Waves, begin_phase
+from specbatch.progress.bars import NotedReport, Report, Waves, begin_phase
 from specbatch.progress.point_times import PointWork
 from specbatch.records import sweep_plan
 from specbatch.records.run_record import RunRecord
@@ -28,7 +28,10 @@ from specbatch.sweeps.run.engine_groups import Engines, Failed, LoadedGroup, in_
 from specbatch.sweeps.run.loading import Configs, Log, noted
 
 if TYPE_CHECKING:
+    from specbatch.sweeps.workload.workloads import Workload
     from specbatch.text.tokenizer import Tokenizer
+
+TOKENIZING = "tokenizing prompts"  # a phase of the progress
 
 
 class Measured(NamedTuple):
@@ -59,6 +62,7 @@ class PointWorkload(Protocol):
 
     kind      what the user calls the run, for errors
     section   the name of this run in a bench, which consists of several
+    lengths   the workload whose lengths an error names, if engines are as long as these
     """
 
     @property
@@ -73,6 +77,9 @@ class PointWorkload(Protocol):
     @property
     def section(self) -> str: ...
 
+    @property
+    def lengths(self) -> Workload | None: ...
+
     def plan(self, configs: Mapping[str, Described]) -> dict[str, Any]:
         """Everything that the points are made from, as JSON: a folder with another plan is refused."""
 
@@ -82,8 +89,8 @@ class PointWorkload(Protocol):
     def load(self, configs: Configs, log: Log | None, failed: Failed | None) -> AbstractContextManager[Engines]:
         """Open engines that can share weights. failed: gets the reasons why some cannot be built."""
 
-    def prepare(self, engines: Engines, tokenizer: Tokenizer) -> PreparedWorkload:
-        """Make the prompts. Raises SpecbatchError for what concerns all configurations."""
+    def prepare(self, engines: Engines, tokenizer: Tokenizer, report: Report | None = None) -> PreparedWorkload:
+        """Make the prompts. Raises SpecbatchError for what concerns all configurations. report: of the prompts."""
 
     def save(self, folder: Path, plan: dict[str, Any], point: Point, measured: Measured) -> None:
         """Write a point that was measured or has failed; `save_measured` writes all of it."""
@@ -178,7 +185,8 @@ def measured_points(
     shown_before = set[str]()
     logged = {*(failed or {}).items()}  # an engine that could not be built is logged where it was tried
     shared: Any = tokenizer or getattr(next(iter(engines.values())), "tokenizer", None)  # servers may need none
-    ready = workload.prepare(engines, shared)
+    with waves.phase(TOKENIZING) as report:
+        ready = workload.prepare(engines, shared, report)
     held: dict[str, str] | None = None if failed is None else {}
     causes: list[Exception] = []
     for name, engine in engines.items():

@@ -17,8 +17,9 @@ from specbatch.sweeps.report.points import load_records
 from specbatch.sweeps.report.tables import write_summary
 from specbatch.sweeps.run.benchmark import Benchmark, OnMeasured, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup, engines_of
-from specbatch.sweeps.run.loading import Configs, Log, check_early, one_group
+from specbatch.sweeps.run.loading import Configs, Log, one_group
 from specbatch.sweeps.run.runner import PointWorkload, run_points
+from specbatch.sweeps.run.unloaded import check_early
 
 if TYPE_CHECKING:
     from specbatch.replicas.cluster import Cluster
@@ -75,8 +76,8 @@ def run_workloads(
             run_blocks(cluster, engines_of(configs), workload, folder, log=log, report=report)
         return
     failed = Failed() if failed is None else failed
-    check_early(configs, failed, log)
     loads = load or next(iter(workloads.values()))
+    check_early(configs, workloads.values(), failed, lengths_of=loads, log=log, report=report)
     with LoadedGroup(configs, lambda group: loads.load(group, log, failed), failed) as loaded:
         for folder, workload in workloads.items():
             run_points(configs, loaded, workload, folder, log=log, report=report)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from specbatch.errors import refuse
 from specbatch.files.text_files import read_json
 from specbatch.jobs.prompts import Prompt
+from specbatch.progress.bars import Report
 
 if TYPE_CHECKING:
     from specbatch.text.tokenizer import Tokenizer
@@ -74,10 +75,15 @@ def _exchange(path: Path, number: int, entry: Any) -> Exchange | None:
 
 
 def with_lengths(
-    rows: Iterable[Prompt], tokenizer: Tokenizer, count: int, longest: int, **encoding: Any
+    rows: Iterable[Prompt],
+    tokenizer: Tokenizer,
+    count: int,
+    longest: int,
+    report: Report | None = None,
+    **encoding: Any,
 ) -> Iterator[Prompt]:
     """The first `count` rows that are neither too short nor longer than `longest` tokens with their answer, each with
-    the length of its answer. encoding: arguments of `Prompt.encode`."""
+    the length of its answer. report: of these rows; encoding: arguments of `Prompt.encode`."""
     kept = 0
     for row in rows:
         if kept == count:
@@ -86,4 +92,6 @@ def with_lengths(
         asked, answered = len(row.encode(tokenizer, **encoding)), len(tokenizer.encode(row.answer))
         if min(asked, answered) >= LEAST_TOKENS and asked + answered <= longest:
             kept += 1
+            if report is not None:
+                report(kept, count)
             yield replace(row, sampling={"max_new_tokens": answered, "ignore_eos": True})

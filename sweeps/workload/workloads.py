@@ -14,6 +14,7 @@ from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.long_text import Window
 from specbatch.jobs.prompts import Prompt, UnreadKeys, params_of
+from specbatch.progress.bars import Report
 from specbatch.servers.server import SENT
 from specbatch.sweeps.workload.checks import check_settings
 from specbatch.sweeps.workload.datasets import of_categories, read_dataset
@@ -183,13 +184,15 @@ class Workload(WorkloadSettings):
         times = accumulate((clock.expovariate(rate) for _ in range(bursts - 1)), initial=0.0)
         return [time for time in times for _ in range(self.burst)][:count]
 
-    def for_engines(self, tokenizer: Tokenizer, count: int, longest: int) -> Workload:
+    def for_engines(
+        self, tokenizer: Tokenizer, count: int, longest: int, report: Report | None = None
+    ) -> Workload:
         """With the rows and their own lengths that a point of `count` prompts takes; of other datasets as it is.
-        longest: most tokens of a prompt and its answer."""
+        longest: most tokens of a prompt and its answer; report: of the rows"""
         if not self.has_own_lengths:
             return self
         how = {"chat_template": self.chat_template is not False, "thinking": self.thinking}
-        rows = tuple(with_lengths(self.rows, tokenizer, count, longest, **how))
+        rows = tuple(with_lengths(self.rows, tokenizer, count, longest, report, **how))
         if not rows:
             works = f"of {LEAST_TOKENS} tokens or more each, that fit into a context of {longest} tokens together"
             raise refuse("data", str(self.data), f"has no conversation with a prompt and an answer {works}")
@@ -197,28 +200,31 @@ class Workload(WorkloadSettings):
         object.__setattr__(found, "rows", rows)
         return found
 
-    def prompts(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
-        """The first `count` prompts as token ids. A file with fewer rows starts over."""
+    def prompts(self, tokenizer: Tokenizer, count: int, report: Report | None = None) -> list[list[int]]:
+        """The first `count` prompts as token ids. A file with fewer rows starts over. report: of texts that are
+        tokenized"""
         if self.is_grouped:
             parts = self.groups, self.group_prompts, self.shared_len, self.input_len
             return grouped_ids(tokenizer, count, *parts, self.seed)
         if self.is_random:
             return random_ids(tokenizer, count, self.input_len, self.seed)
         if self.long_text is not None:
-            encoded = [window.end(tokenizer, bounds(self.input_len)[0]) for window in self.windows(tokenizer, count)]
+            windows = self.windows(tokenizer, count, report)
+            encoded = [window.end(tokenizer, bounds(self.input_len)[0]) for window in windows]
         else:
-            template = self.chat_template is not False
-            encoded = [
-                row.encode(tokenizer, chat_template=template, thinking=self.thinking) for row in self.rows[:count]
-            ]
+            encoded, how = [], {"chat_template": self.chat_template is not False, "thinking": self.thinking}
+            for row in (rows := self.rows[:count]):
+                encoded.append(row.encode(tokenizer, **how))
+                if report is not None:
+                    report(len(encoded), len(rows))
         encoded = scrambled(tokenizer, encoded, self.scramble, self.seed)
         return [encoded[index % len(encoded)] for index in range(count)]
 
-    def windows(self, tokenizer: Tokenizer, count: int) -> list[Window]:
+    def windows(self, tokenizer: Tokenizer, count: int, report: Report | None = None) -> list[Window]:
         """The windows of long text whose ends are the first `count` prompts; none where they are not long text."""
         size = max(self.window, bounds(self.input_len)[0])
         text = self.long_text
-        return [] if text is None else text.windows(tokenizer, size, count, self.seed)
+        return [] if text is None else text.windows(tokenizer, size, count, self.seed, report)
 
     def messages(self, count: int) -> list[list[dict[str, Any]] | None]:
         """What the chat template renders as the first `count` prompts; None for those of another kind."""

@@ -50,6 +50,9 @@ class StubTokenizer:
     special_tokens: dict[str, str] = {}  # noqa: RUF012
     hidden: dict[str, int] = {}  # noqa: RUF012
 
+    def token_bytes(self) -> list[bytes]:
+        return []
+
     def vocabulary(self) -> list[str]:
         return [*map(chr, range(256)), "<eos>"]
 
@@ -66,6 +69,10 @@ class StubTokenizer:
 
     def apply_chat_template(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = True) -> str:
         return "".join(f"<{message['role']}>{message['content']}" for message in messages) + "<assistant>"
+
+
+class _Vocabulary:
+    vocab_size, hidden_size = StubTokenizer.vocab_size, 1
 
 
 class StubEngine:
@@ -119,6 +126,13 @@ class StubEngine:
         self.done: list[Completion] = []
         if log is not None:
             log("memory plan: nothing")
+
+    @classmethod
+    def unloaded(cls, config: EngineConfig) -> Any:
+        """What is known of an engine that is not built."""
+        target = types.SimpleNamespace(tokenizer=cls.tokenizer_class, config=_Vocabulary)
+        draft = types.SimpleNamespace(kv_slots_per_step=lambda drafts: drafts + 1)
+        return types.SimpleNamespace(config=config, target=target, draft=draft, max_position=1 << 20)
 
     def __enter__(self) -> StubEngine:
         type(self).entering()
@@ -226,6 +240,7 @@ def engine(use_packages: Callable[..., None], monkeypatch: pytest.MonkeyPatch, t
     module.Engine = Engine  # type: ignore[attr-defined]
     use_packages({"specbatch.engine.engine": module})
     monkeypatch.setattr("specbatch.engine.setup.prepare.prepare", lambda config, say: Engine.preparing(config))
+    monkeypatch.setattr("specbatch.sweeps.run.unloaded.check_machine", Engine.unloaded)
     monkeypatch.setattr("specbatch.sweeps.run.loading.shared_pages", lambda configs: None)
     monkeypatch.chdir(tmp_path)
     return Engine

@@ -44,7 +44,7 @@ def evals(monkeypatch):
         def engine_config(self, config):
             return config
 
-        def check_lengths(self, config):
+        def check_lengths(self, config, longest):
             seen["checked"] = config
 
         def notes(self):

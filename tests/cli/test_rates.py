@@ -73,7 +73,7 @@ def test_a_dry_run_plans_every_rate(run: Callable[..., Result]) -> None:
 def test_a_dry_run_leaves_out_what_is_finished(run: Callable[..., Result]) -> None:
     command = "sweep --num-prompts 4 --input-len 8 --output-len 4 --request-rate"
     run(f"{command} 200,inf")
-    assert re.findall(r"(\d) points, about", run(f"{command} 200,300,inf --dry-run").stdout) == ["0", "2", "0"]
+    assert re.findall(r"(\d) points, about", run(f"{command} 200,300,inf --dry-run").stdout) == ["0", "2", "0", "2"]
 
 
 def test_some_of_the_rates_keep_the_table_of_all(run: Callable[..., Result]) -> None:

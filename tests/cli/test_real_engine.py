@@ -199,7 +199,7 @@ def test_each_of_several_models_has_its_finished_points(run, known_speeds):
     Path("grid.toml").write_text('[baseline]\nspec = "off"\nseed = [7, 8]\n')
     shown = run(f"{words} --output-len 3 --seed 7 --out out --dry-run").stdout
     assert re.findall(r"model (.*):$", shown, re.MULTILINE) == ["toy-1", "toy-2"]
-    assert re.findall(r"(\d) points?, about", shown) == ["0", "1"]
+    assert re.findall(r"(in all: )?(\d) points?, about", shown) == [("", "0"), ("", "1"), ("in all: ", "1")]
     for more in ("", "--dry-run"):
         result = run(f"{words} --output-len 4 --seed 7 --out out {more}", exit_code=2)
         assert "--output='out/toy-1': is of a sweep with another --output-len (3 there, 4 now)" in result.stderr

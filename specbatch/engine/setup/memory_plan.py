@@ -63,7 +63,7 @@ def memory_plan(
         config,
         free=available_memory(device) if ranks is None else _least_memory(device, ranks),
         on_cpu=device.type == "cpu",
-        model_len=min(model.max_position, draft.config.max_position),
+        model_len=prepared.max_position,
         weights=0
         if is_shared and share.index == 0
         else weight_bytes(model, dtype, device, kept_groups(target, device, ranks)),

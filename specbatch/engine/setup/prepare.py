@@ -44,6 +44,11 @@ class Prepared(NamedTuple):
     draft: DraftPlan
     corpus: CorpusPlan | None
 
+    @property
+    def max_position(self) -> int:
+        """Positions that target and draft have."""
+        return min(self.model.max_position, self.draft.config.max_position)
+
 
 def prepare(config: EngineConfig, log: Log, *, shared: Decoder | None = None) -> Prepared:
     """Open the checkpoints and refuse what cannot run, such as a draft for another model, before anything is loaded.

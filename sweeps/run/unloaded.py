@@ -1,0 +1,103 @@
+"""Checks prompts against engines that are not loaded, so that those that do not fit are refused before a run begins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from specbatch.config.draft_shape import AUTO
+from specbatch.config.engine_config import EngineConfig
+from specbatch.engine.requests.prompt_reader import PromptReader
+from specbatch.errors import SpecbatchError, about
+from specbatch.memory.page_pool import reserved_length
+from specbatch.memory.planner import MemoryPlan, longest_request
+from specbatch.progress.bars import NotedReport, Report, phase
+from specbatch.sweeps.run.engine_groups import Failed, engines_of, groups_of
+from specbatch.sweeps.run.loading import Configs, Log, check, check_machine, noted, of_lengths
+from specbatch.sweeps.run.runner import TOKENIZING, PointWorkload
+
+if TYPE_CHECKING:
+    from specbatch.engine.setup.prepare import Prepared
+    from specbatch.text.tokenizer import Tokenizer
+
+
+class Unloaded:
+    """What a workload needs of an engine to make and check prompts. What only its memory plan knows limits nothing
+    without a plan. Refused: a `max_model_len` that the models or `kv_pages` do not have."""
+
+    def __init__(
+        self, config: EngineConfig, one: Prepared, tokenizer: Tokenizer | None = None, plan: MemoryPlan | None = None
+    ) -> None:
+        """one: a replica. tokenizer: None: that of its target."""
+        self.config, self.tokenizer, own = config, tokenizer or one.target.tokenizer(), one.config
+        slots = one.draft.kv_slots_per_step(own.speculation.num_drafts)
+        self.caps = {"page_size": own.page_size, "verify_slots": slots}
+        if plan is not None:
+            self.caps |= {name: getattr(plan, name) for name in ("max_running", "kv_pages", "max_model_len")}
+        else:
+            longest = longest_request(own, one.max_position, own.kv_pages, reserved_length(0, slots))
+            running = sys.maxsize if own.max_running == AUTO else own.max_running
+            self.caps |= {"max_running": running, "kv_pages": own.kv_pages or sys.maxsize, "max_model_len": longest}
+        self.check = PromptReader(self.tokenizer, one.target.config, self.caps).check
+
+
+def longest_of(config: EngineConfig) -> int | None:
+    """Tokens of the longest prompt with its answer, as far as it is known before an engine is loaded. One that cannot
+    run fails when it is built."""
+    if config.max_model_len is None:
+        with suppress(SpecbatchError):
+            return int(Unloaded(config, check_machine(config)).caps["max_model_len"])
+    return config.max_model_len
+
+
+def check_all(configs: Configs, workload: PointWorkload, report: Report | None = None) -> None:
+    """Refuse engines that cannot run, prompts that one of them cannot run, and a concurrency that it cannot hold, with
+    nothing loaded."""
+    prepared, engines = check(configs), dict[str, Unloaded]()
+    for name, config in engines_of(configs).items():
+        with about(name), of_lengths(config, workload.lengths):
+            engines[name] = Unloaded(config, prepared[name])
+    ready = workload.prepare(engines, next(iter(engines.values())).tokenizer, report)
+    for name, engine in engines.items():
+        with about(name):
+            ready.check(name, engine, max(workload.concurrency))
+
+
+def check_early(
+    configs: Configs,
+    workloads: Iterable[PointWorkload],
+    failed: Failed,
+    *,
+    lengths_of: PointWorkload,
+    log: Log | None,
+    report: NotedReport | None = None,
+) -> None:
+    """Find what cannot run before another group of engines, or another workload, has run for hours. Raises what all
+    configurations have in common. lengths_of: the workload whose lengths an error names."""
+    every, own, causes = list(workloads), engines_of(configs), list[Exception]()
+    if not own or (len(groups_of(configs)) == 1 and len(every) == 1):
+        return  # they are loaded, and all prompts are checked, before any point runs
+    engines = dict[str, Unloaded]()
+    for name, config in own.items():
+        with noted(failed, name, causes), of_lengths(config, lengths_of.lengths):
+            engines[name] = Unloaded(config, check_machine(config))
+        if log is not None and name in failed:
+            log(f"{name}: {failed[name]}")
+    if len(causes) == len(own):
+        raise causes[0]
+    tokenizer = next(iter(engines.values())).tokenizer
+    for workload in every:
+        # Of several workloads the points that fit are measured.
+        at = min(workload.concurrency) if len(every) > 1 else max(workload.concurrency)
+        held, causes = Failed(), []
+        with phase(report, TOKENIZING) as tokenizing:
+            ready = workload.prepare(engines, tokenizer, tokenizing)
+        for name, engine in engines.items():
+            with noted(held, name, causes):
+                ready.check(name, engine, at)
+        if engines.keys() <= held.keys():
+            raise causes[0]
+        for name, reason in held.items() if log is not None else ():
+            log(f"{f'{workload.section}: ' if workload.section else ''}{name}: {reason}")
