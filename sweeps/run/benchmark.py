@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.servers.engine import HttpEngine
     from specbatch.servers.server import Server
+    from specbatch.sweeps.run.unloaded import Unloaded
     from specbatch.text.tokenizer import Tokenizer
 
 WARM_UP_TOKENS = 16
@@ -182,7 +183,7 @@ class BenchmarkPrompts:
     lengths: list[int]
     sources: list[str]
 
-    def check(self, name: str, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
+    def check(self, name: str, engine: InferenceEngine | HttpEngine | Unloaded, concurrency: int) -> None:
         lengths = self.lengths[: self._workload.count(concurrency)]
         if (check := getattr(engine, "check", None)) is not None:  # a client of a server has none
             check_prompts(check, engine.caps, self._workload, *self._of(concurrency), lengths)
@@ -288,7 +289,7 @@ def check_concurrency(name: str, caps: Mapping[str, Any], replicas: int, most: i
         )
 
 
-def _replicas(engine: InferenceEngine | HttpEngine) -> int:
+def _replicas(engine: InferenceEngine | HttpEngine | Unloaded) -> int:
     return engine.config.data_parallel if isinstance(engine.config, EngineConfig) else 1
 
 

@@ -18,7 +18,7 @@ from specbatch.sweeps.report.tables import write_summary
 from specbatch.sweeps.run.benchmark import Benchmark, OnMeasured, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, one_group
-from specbatch.sweeps.run.runner import PointWorkload, run_points
+from specbatch.sweeps.run.runner import PointWorkload, is_measured, run_points
 from specbatch.sweeps.run.unloaded import check_early
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def run_workloads(
         return
     failed = Failed() if failed is None else failed
     loads = load or next(iter(workloads.values()))
-    check_early(configs, workloads.values(), failed, lengths_of=loads, log=log, report=report)
+    left = [one for path, one in workloads.items() if any(not is_measured(at, path) for at in points(configs, one))]
+    check_early(configs, left, failed, lengths_of=loads, log=log, report=report)
     with LoadedGroup(configs, lambda group: loads.load(group, log, failed), failed) as loaded:
         for folder, workload in workloads.items():
             run_points(configs, loaded, workload, folder, log=log, report=report)

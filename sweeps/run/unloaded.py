@@ -75,9 +75,12 @@ def check_early(
     report: NotedReport | None = None,
 ) -> None:
     """Find what cannot run before another group of engines, or another workload, has run for hours. Raises what all
-    configurations have in common. lengths_of: the workload whose lengths an error names."""
+    configurations have in common.
+
+    workloads: those with points that are left; lengths_of: the one whose lengths an error names
+    """
     every, own, causes = list(workloads), engines_of(configs), list[Exception]()
-    if not own or (len(groups_of(configs)) == 1 and len(every) == 1):
+    if not own or not every or (len(groups_of(configs)) == 1 and len(every) == 1):
         return  # they are loaded, and all prompts are checked, before any point runs
     engines = dict[str, Unloaded]()
     for name, config in own.items():
@@ -89,9 +92,8 @@ def check_early(
         raise causes[0]
     tokenizer = next(iter(engines.values())).tokenizer
     for workload in every:
-        # Of several workloads the points that fit are measured.
-        at = min(workload.concurrency) if len(every) > 1 else max(workload.concurrency)
-        held, causes = Failed(), []
+        at = min(workload.concurrency) if workload.section else max(workload.concurrency)  # as in a run
+        held, causes = Failed(), list[Exception]()
         with phase(report, TOKENIZING) as tokenizing:
             ready = workload.prepare(engines, tokenizer, tokenizing)
         for name, engine in engines.items():
@@ -99,5 +101,6 @@ def check_early(
                 ready.check(name, engine, at)
         if engines.keys() <= held.keys():
             raise causes[0]
-        for name, reason in held.items() if log is not None else ():
-            log(f"{f'{workload.section}: ' if workload.section else ''}{name}: {reason}")
+        if log is not None:
+            for name, reason in held.items():
+                log(f"{f'{workload.section}: ' if workload.section else ''}{name}: {reason}")

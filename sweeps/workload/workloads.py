@@ -184,9 +184,7 @@ class Workload(WorkloadSettings):
         times = accumulate((clock.expovariate(rate) for _ in range(bursts - 1)), initial=0.0)
         return [time for time in times for _ in range(self.burst)][:count]
 
-    def for_engines(
-        self, tokenizer: Tokenizer, count: int, longest: int, report: Report | None = None
-    ) -> Workload:
+    def for_engines(self, tokenizer: Tokenizer, count: int, longest: int, report: Report | None = None) -> Workload:
         """With the rows and their own lengths that a point of `count` prompts takes; of other datasets as it is.
         longest: most tokens of a prompt and its answer; report: of the rows"""
         if not self.has_own_lengths:
@@ -212,9 +210,9 @@ class Workload(WorkloadSettings):
             windows = self.windows(tokenizer, count, report)
             encoded = [window.end(tokenizer, bounds(self.input_len)[0]) for window in windows]
         else:
-            encoded, how = [], {"chat_template": self.chat_template is not False, "thinking": self.thinking}
+            encoded, template = [], self.chat_template is not False
             for row in (rows := self.rows[:count]):
-                encoded.append(row.encode(tokenizer, **how))
+                encoded.append(row.encode(tokenizer, chat_template=template, thinking=self.thinking))
                 if report is not None:
                     report(len(encoded), len(rows))
         encoded = scrambled(tokenizer, encoded, self.scramble, self.seed)
