@@ -1,0 +1,129 @@
+"""What does not fit is refused before any engine is loaded, for several models, devices, lengths and tasks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import TINY, write_folder
+from typer.testing import CliRunner, Result
+
+from specbatch.cli.app import app
+
+WORDS = "--device cpu --concurrency 1,2 --repeats 1 --prompts-per-concurrency 1 --least-prompts 2 --out out"
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """`refused(command)`: standard error of a command that loads and writes nothing. Models: long, which has 512
+    positions, and short, which has 64. Files: in.jsonl with a prompt of 100 tokens at the end, and text."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        pytest.fail("an engine is loaded, or a process started")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("specbatch.replicas.engine.engine_of", fail)
+    monkeypatch.setattr("specbatch.sweeps.run.process.run_in_process", fail)
+    write_folder(tmp_path / "long", TINY | {"max_position_embeddings": 512})
+    write_folder(tmp_path / "short", TINY | {"max_position_embeddings": 64})
+    rows = [{"prompt_token_ids": [5] * 9}, {"prompt_token_ids": [5] * 100}]
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text/README").write_text("abc " * 10)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def call(command: str) -> str:
+        found: Result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "1000"})
+        assert found.exit_code == 2, found.output
+        assert not Path("out").exists()
+        return found.stderr
+
+    return call
+
+
+def write_grid(text: str) -> None:
+    Path("grid.toml").write_text(text)
+
+
+SHORT_DRAFT = '[baseline]\nspec = "off"\n[draft]\nalgorithm = "standalone"\ndraft = "short"\n'
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--configs baseline --dataset in.jsonl", "the prompt has 100 tokens and --max-model-len=64"),
+        (
+            "--input-len 80 --configs baseline",
+            "--input-len=80: with --output-len=4 that is --max-model-len=84: the model",
+        ),
+        ("--input-len 40 --kv-pages 2 --configs v1", "--max-model-len=44: the KV pool of 2 pages holds requests of "),
+        ("--dataset documents:text --input-len 30 --configs v1", "text has text for 0 prompts of 30 tokens, not 2"),
+    ],
+)
+def test_a_sweep_of_several_models(refused: Callable[[str], str], words: str, reason: str) -> None:
+    found = refused(f"sweep --model long,short --output-len 4 {words} {WORDS}")
+    assert reason in found
+    name = "long" if "KV pool" in reason or "text" in words else "short"
+    assert f"{name} cannot run; nothing has begun" in found
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("--dataset in.jsonl", "the prompt has 100 tokens and max-model-len=64"),
+        ("--input-len 80", "max-model-len=84: the model supports at most 64"),
+    ],
+)
+def test_a_draft_of_one_of_several_models(refused: Callable[[str], str], words: str, reason: str) -> None:
+    write_grid(
+        SHORT_DRAFT.replace("spec =", 'model = ["long", "other"]\nspec =').replace(
+            "draft =", 'model = "other"\ndraft ='
+        )
+    )
+    write_folder(Path("other"), TINY | {"max_position_embeddings": 256})
+    found = refused(f"sweep --configs grid.toml --output-len 4 {words} {WORDS}")
+    assert "other cannot run; nothing has begun" in found
+    assert reason.replace("max-model-len", "--max-model-len") in found
+
+
+def test_a_model_without_a_chat_template(refused: Callable[[str], str]) -> None:
+    described = json.loads(Path("short/tokenizer_config.json").read_text())
+    del described["chat_template"]
+    Path("short/tokenizer_config.json").write_text(json.dumps(described))
+    Path("in.jsonl").write_text('{"prompt": "a"}\n')
+    command = f"sweep --model long,short --output-len 4 --dataset in.jsonl --chat-template --configs v1 {WORDS}"
+    assert "--chat-template: short has none; use --no-chat-template" in refused(command)
+
+
+@pytest.mark.parametrize("values", ["[1, 2]", "[2, 1]"])
+def test_prompts_that_no_number_of_devices_can_run(refused: Callable[[str], str], values: str) -> None:
+    write_grid(f'[one]\nspec = "off"\ntensor-parallel = {values}\n')
+    found = refused(f"sweep --model short --configs grid.toml --output-len 4 --dataset in.jsonl {WORDS}")
+    assert "the prompt has 100 tokens and --max-model-len=64" in found
+
+
+def test_one_of_several_lengths(refused: Callable[[str], str]) -> None:
+    lengths = f"sweep --model long --output-len 4 --input-len 8,40 --configs baseline,v1 {WORDS}"
+    assert "--max-model-len=44: the KV pool of 2 pages" in refused(f"{lengths} --kv-pages 2")
+    model = lengths.replace("8,40", "8,600")
+    assert "--input-len=600: with --output-len=4 that is --max-model-len=604: the model supports" in refused(model)
+
+
+EVAL = "--num-fewshot 0 --max-new-tokens 4 --limit 1 --device cpu --out out"
+
+
+@pytest.mark.parametrize(
+    ("command", "longest"),
+    [
+        ("eval one_digit_sums gsm8k --model middle", 128),  # the first task fits
+        ("eval one_digit_sums gsm8k --model middle --configs baseline,v1 --concurrency 1", 128),
+        ("eval gsm8k --model long,short --configs v1 --concurrency 1", 64),
+        ("eval gsm8k --model long --configs grid.toml --concurrency 1", 64),
+    ],
+)
+def test_questions_that_do_not_fit(refused: Callable[[str], str], command: str, longest: int) -> None:
+    write_folder(Path("middle"), TINY | {"max_position_embeddings": 128})
+    write_grid(SHORT_DRAFT)
+    assert f"--max-model-len={longest}: question 0 of gsm8k, the longest, has " in refused(f"{command} {EVAL}")
