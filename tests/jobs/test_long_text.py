@@ -92,6 +92,13 @@ def test_more_prompts_begin_with_fewer_and_the_seed_chooses(folder: Path) -> Non
     assert repository(folder).windows(BYTES, 50, 3, 1) != few
 
 
+def test_windows_are_reported_as_they_are_made_once(folder: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    for _ in range(2):
+        repository(folder).windows(BYTES, 40, 3, 0, lambda *at: seen.append(at))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
 def test_text_that_does_not_suffice_is_refused(folder: Path) -> None:
     with pytest.raises(SpecbatchError, match=r"input_len=300: .* has text for 2 prompts of 300 tokens, not 4; use"):
         repository(folder).windows(BYTES, 300, 4, 0)
@@ -190,5 +197,7 @@ def test_script_writes_prompts_of_one_length_and_refuses_other_data_sets(
             run(dataset, count)
         assert ended.value.code == 2
         assert said in capsys.readouterr().err
+    monkeypatch.setattr("specbatch.progress.bars.SECONDS_BETWEEN_LINES", 0.0)
     run(f"repository:{tmp_path}/text", "2")
+    assert "tokenizing prompts: 2/2 prompts, " in capsys.readouterr().err
     assert [len(json.loads(line)["prompt_token_ids"]) for line in out.read_text().splitlines()] == [64, 64]

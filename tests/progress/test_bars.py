@@ -17,6 +17,7 @@ from specbatch.progress.bars import (
     Speed,
     Stages,
     Waves,
+    phase,
     progress,
     time_text,
 )
@@ -292,8 +293,8 @@ def test_prefill_is_printed_every_minute_without_a_terminal(clock, capsys):
 def test_a_phase_is_named_and_has_a_rate_of_its_own(clock, capsys):
     with progress("starting", "steps") as report:
         stages = Stages(Instead(report, report))
-        for phase, done, total in (("loading", 3, 4), ("recording graphs", 5, 10)):
-            stages.begin(phase)
+        for name, done, total in (("loading", 3, 4), ("recording graphs", 5, 10)):
+            stages.begin(name)
             stages(0, total)
             clock.now += SECONDS_BETWEEN_LINES
             stages(done, total)
@@ -301,6 +302,21 @@ def test_a_phase_is_named_and_has_a_rate_of_its_own(clock, capsys):
         "loading: 3/4 steps, 0.05/s, 60 s elapsed, about 20 s left",
         "recording graphs: 9/14 steps, 0.0833/s, 120 s elapsed, about 60 s left",
     ]
+
+
+def test_after_a_phase_the_name_before_is_shown_again(clock, capsys):
+    with progress("sweep", "requests") as report:
+        with phase(report, "tokenizing prompts") as tokenizing:
+            clock.now += SECONDS_BETWEEN_LINES
+            tokenizing(3, 4)
+        clock.now += SECONDS_BETWEEN_LINES
+        report(1, 9)
+    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()] == [
+        "tokenizing prompts: 3/4 requests",
+        "sweep: 1/9 requests",
+    ]
+    with phase(None, "tokenizing prompts") as none:
+        assert none is None
 
 
 def test_stages_of_a_report_without_phases():

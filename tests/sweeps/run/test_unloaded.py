@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,12 @@ from checkpoints import TINY, write_folder
 from typer.testing import CliRunner, Result
 
 from specbatch.cli.app import app
+from specbatch.config.engine_config import EngineConfig
+from specbatch.config.speculation import Speculation
+from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
+from specbatch.sweeps.run.engine_groups import Failed
+from specbatch.sweeps.run.unloaded import check_early
+from specbatch.sweeps.workload.workloads import Workload
 
 WORDS = "--device cpu --concurrency 1,2 --repeats 1 --prompts-per-concurrency 1 --least-prompts 2 --out out"
 
@@ -26,6 +33,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("specbatch.replicas.engine.engine_of", fail)
+    monkeypatch.setattr("specbatch.progress.bars.SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr("specbatch.sweeps.run.process.run_in_process", fail)
     write_folder(tmp_path / "long", TINY | {"max_position_embeddings": 512})
     write_folder(tmp_path / "short", TINY | {"max_position_embeddings": 64})
@@ -67,6 +75,7 @@ def test_a_sweep_of_several_models(refused: Callable[[str], str], words: str, re
     assert reason in found
     name = "long" if "KV pool" in reason or "text" in words else "short"
     assert f"{name} cannot run; nothing has begun" in found
+    assert ("tokenizing prompts: 2/2 prompts, " in found) == ("in.jsonl" in words)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +111,23 @@ def test_prompts_that_no_number_of_devices_can_run(refused: Callable[[str], str]
     write_grid(f'[one]\nspec = "off"\ntensor-parallel = {values}\n')
     found = refused(f"sweep --model short --configs grid.toml --output-len 4 --dataset in.jsonl {WORDS}")
     assert "the prompt has 100 tokens and --max-model-len=64" in found
+    assert "tokenizing prompts: 2/2 requests, " in found
+
+
+def test_what_one_configuration_cannot_run_is_logged(refused: Callable[[str], str]) -> None:
+    base = EngineConfig(model="long", device="cpu", speculation=Speculation(algorithm="none", schedule="v2"))
+    drafts = replace(base, tensor_parallel=2, speculation=Speculation("standalone", draft="short"))
+    pages = replace(base, kv_pages=2)
+    options = SweepOptions((1, 2), workload=Workload("in.jsonl", output_len=4, prompts_per_concurrency=1))
+    failed, lines, work = Failed(), list[str](), Benchmark(options)
+    configs = options.fitted(
+        {"base": base, "drafts": drafts, "pages": pages, "long": replace(drafts, max_model_len=90)}
+    )
+    check_early(configs, [work], failed, lengths_of=work, log=lines.append)
+    assert [*failed] == ["long"], "the others may run some of their points"
+    reasons = "long: max_model_len=90: the model", "drafts: max_new_tokens of prompt 1=4", "pages: max_new_tokens of prompt 1=4"
+    assert all(line.startswith(reason) for line, reason in zip(lines, reasons, strict=True)), lines
+    check_early(configs, [], failed, lengths_of=work, log=pytest.fail)  # all points are finished
 
 
 def test_one_of_several_lengths(refused: Callable[[str], str]) -> None:

@@ -51,9 +51,10 @@ def test_number_of_prompts_of_a_point():
 def test_questions_of_a_file_repeat(tmp_path):
     (tmp_path / "q.jsonl").write_text('{"question": "a", "answer": "1"}\n{"question": "b", "answer": "2"}\n')
     workload = Workload(dataset="gsm8k", data=tmp_path / "q.jsonl", output_len=5)
-    prompts = workload.prompts(TOKENIZER, 3)
+    prompts, seen = workload.prompts(TOKENIZER, 3), []
     assert bytes(prompts[0]).decode() == "Question: a\nAnswer:"
     assert prompts[2] == prompts[0]
+    assert (workload.prompts(TOKENIZER, 3, lambda *at: seen.append(at)), seen) == (prompts, [(1, 2), (2, 2)])
     assert describe(workload, prompts)["distinct_prompts"] == 2
     assert not workload.params(1)[0].ignore_eos
     assert Workload(output_len=5).params(1)[0].ignore_eos
