@@ -223,8 +223,9 @@ def load_engine(
 def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: Failed | None) -> None:
     """Check each draft and corpus before any weights are loaded. One that does not fit fails its configurations; it is
     refused if all configurations with speculation have it, or without `failed`. A configuration that cannot run for
-    another reason, such as its graphs, fails alone, and the next one checks the draft."""
-    speculating = {name for name, config in configs.items() if config.speculation.algorithm != NO_SPECULATION}
+    another reason, such as its graphs, fails alone, and the next one checks the draft. What failed before, as when a
+    group is loaded again, is not refused."""
+    speculating, before = speculating_of(configs), {*(failed or ())}
     drafts: dict[Speculation, list[str]] = {}
     for name, config in configs.items():
         if config.speculation.reads_files:
@@ -244,8 +245,13 @@ def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: 
                 if failed is None or speculating <= {*concerned}:
                     raise
                 failed |= dict.fromkeys(concerned, reason_of(name, error))
-    if drafts and failed and speculating <= failed.keys():
+    if drafts and failed and speculating <= failed.keys() and not speculating <= before:
         raise SpecbatchError(next(iter(failed.values())), setting="configs")
+
+
+def speculating_of(configs: Configs) -> set[str]:
+    """The configurations with speculation."""
+    return {name for name, one in engines_of(configs).items() if one.speculation.algorithm != NO_SPECULATION}
 
 
 @contextmanager

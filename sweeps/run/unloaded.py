@@ -15,7 +15,7 @@ from specbatch.memory.page_pool import reserved_length
 from specbatch.memory.planner import MemoryPlan, longest_request
 from specbatch.progress.bars import NotedReport, Report, phase
 from specbatch.sweeps.run.engine_groups import Failed, engines_of, groups_of
-from specbatch.sweeps.run.loading import Configs, Log, check, check_machine, noted, of_lengths
+from specbatch.sweeps.run.loading import Configs, Log, check, check_machine, noted, of_lengths, speculating_of
 from specbatch.sweeps.run.runner import TOKENIZING, PointWorkload
 
 if TYPE_CHECKING:
@@ -80,16 +80,23 @@ def check_early(
     workloads: those with points that are left; lengths_of: the one whose lengths an error names
     """
     every, own, causes = list(workloads), engines_of(configs), list[Exception]()
-    if not own or not every or (len(groups_of(configs)) == 1 and len(every) == 1):
+    is_one_group = len(groups_of(configs)) == 1
+    if not own or not every or (is_one_group and len(every) == 1):
         return  # they are loaded, and all prompts are checked, before any point runs
-    engines = dict[str, Unloaded]()
+    engines, short = dict[str, Unloaded](), Failed()
+    if is_one_group:
+        failed = Failed()  # they are built, which fails again, before any point runs
     for name, config in own.items():
-        with noted(failed, name, causes), of_lengths(config, lengths_of.lengths):
-            engines[name] = Unloaded(config, check_machine(config))
-        if log is not None and name in failed:
-            log(f"{name}: {failed[name]}")
+        with noted(failed, name, causes):
+            one = check_machine(config)
+            with noted(short, name, causes), of_lengths(config, lengths_of.lengths):
+                engines[name] = Unloaded(config, one)
+        if log is not None and not is_one_group and name in (found := failed | short):
+            log(f"{name}: {found[name]}")
     if len(causes) == len(own):
         raise causes[0]
+    if (speculating := speculating_of(configs)) and speculating <= failed.keys():
+        raise SpecbatchError(next(iter(failed.values())), setting="configs")
     tokenizer = next(iter(engines.values())).tokenizer
     for workload in every:
         at = min(workload.concurrency) if workload.section else max(workload.concurrency)  # as in a run

@@ -39,6 +39,12 @@ def test_engines_that_run_in_turn_use_one_pool() -> None:
     assert all(found == tokens[0] for found in tokens)
 
 
+def test_a_group_that_is_loaded_again_has_the_engines_of_before() -> None:
+    """A draft that could not be built then does not end the sweep of the others."""
+    with loaded(named(BASE, ["baseline", "v1"]), None, failed={"v1": "too short"}) as engines:
+        assert [*engines] == ["baseline"]
+
+
 def test_engines_with_a_prefix_cache_have_pools_of_their_own() -> None:
     configs = named(replace(BASE, prefix_cache=True), ["baseline", "v2"])
     assert shares_of(configs) == [MemoryShare(0, 2), MemoryShare(1, 2)]

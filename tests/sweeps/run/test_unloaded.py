@@ -124,8 +124,9 @@ def test_what_one_configuration_cannot_run_is_logged(refused: Callable[[str], st
         {"base": base, "drafts": drafts, "pages": pages, "long": replace(drafts, max_model_len=90)}
     )
     check_early(configs, [work], failed, lengths_of=work, log=lines.append)
-    assert [*failed] == ["long"], "the others may run some of their points"
-    reasons = "long: max_model_len=90: the model", "drafts: max_new_tokens of prompt 1=4", "pages: max_new_tokens of prompt 1=4"
+    assert not failed, "they may run some of their points, or fail when they are built"
+    of_prompt = "max_new_tokens of prompt 1=4"
+    reasons = "long: max_model_len=90: the model", f"drafts: {of_prompt}", f"pages: {of_prompt}"
     assert all(line.startswith(reason) for line, reason in zip(lines, reasons, strict=True)), lines
     check_early(configs, [], failed, lengths_of=work, log=pytest.fail)  # all points are finished
 
