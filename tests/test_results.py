@@ -122,6 +122,7 @@ def test_plots_by_context_in_the_readme_are_remade(remake) -> None:
     """Their records lie beside them, so that `results/remake.py` makes them again."""
     readme = (RESULTS.parent / "README.md").read_text()
     plots = [RESULTS.parent / path for path in re.findall(r"\]\((results/\S+/plots/\S+\.svg)\)", readme)]
+    assert plots
     for path in plots:
         assert path in {table for table, _ in remake.remade(path.parents[1] / remake.ARCHIVE)}
 
