@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # A CPU shares its memory with other processes: without an explicit kv_pages the pool stays below this size.
 _CPU_KV_BYTES = 4 << 30
 _CACHED_STATES = 64  # cached states of prefixes, or 2 * max_running if that is more and there is room
-_CACHED_STATES_SHARE = 8  # cached states take at most an eighth of the memory for KV
+_CACHED_STATES_SHARE = 8  # cached states take an eighth of the memory for KV, or more of what KV does not need
 
 
 @dataclass(frozen=True)
@@ -236,9 +236,14 @@ def plan_memory(
     def left(running: int, chunk: int) -> int:
         return budget - weights - draft_weights - grammars - sum(taken(running, chunk))
 
+    # Prefix states have the memory that nothing else needs. An automatic `max_running` leaves some for them: without
+    # one for each prefix in use, prompts that share prefixes compute them again.
+    least_cached = 0
+    if cached_state_bytes and config.prefix_cache and config.max_running == AUTO:
+        least_cached = max(min(_CACHED_STATES * cached_state_bytes, left(1, 1) // _CACHED_STATES_SHARE), 0)
     capacity = choose(
         config,
-        left,
+        lambda running, chunk: left(running, chunk) - least_cached,
         page_bytes=own_bytes if asked_pages is None else 0,
         least=own_bytes * (asked_pages or pages_for((config.max_model_len or 2) + slack, size)),
         on_cpu=on_cpu,
@@ -250,14 +255,15 @@ def plan_memory(
     workspace, states, corpus, graphs = taken(running, chunk)
     room, cached_states = left(running, chunk), 0
     _check_capacity(config, capacity, lambda running, chunk: left(running, chunk) >= own_bytes, workspace)
+    wanted = running * pages_for(longest + slack, size)
     if cached_state_bytes and config.prefix_cache:
         wished = max(_CACHED_STATES, 2 * running)
         # The configured capacities come first: cached states are optional.
         pages = asked_pages or pages_for((config.max_model_len or 0) + slack, size)
-        spare = min(room // _CACHED_STATES_SHARE, room - pages * own_bytes)
+        unused = room - (asked_pages or wanted) * own_bytes
+        spare = min(max(room // _CACHED_STATES_SHARE, least_cached, unused), room - pages * own_bytes)
         cached_states = max(0, min(wished, spare // cached_state_bytes))
         states, room = states + cached_states * cached_state_bytes, room - cached_states * cached_state_bytes
-    wanted = running * pages_for(longest + slack, size)
     limit = min(room, _CPU_KV_BYTES) if on_cpu else room
     least_bytes = own_bytes * (slack + 2) // size  # of a request, in pages of one token
     if asked_pages is None and size > longest + slack and own_bytes > limit >= least_bytes:

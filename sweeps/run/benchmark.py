@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
-from specbatch.config.job_size import JobSize
 from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.requests.prompt_reader import check_size
 from specbatch.errors import about, counted, refuse
@@ -70,9 +69,10 @@ class SweepOptions(Rounds):
             raise refuse("until_precise", f"{100 * self.until_precise:g}%", works)
         for name, config in own.items():
             with about(name):
-                own[name] = (
-                    replace(config, job=JobSize(most)) if self.workload.uncapped else with_concurrency(config, most)
-                )
+                if self.workload.uncapped:
+                    own[name] = replace(config, job=self.workload.size(most))
+                else:
+                    own[name] = with_concurrency(config, most)
         length = self.workload.max_model_len
         if length is not None:  # a single configuration that is too short fails by itself
             longest = max((config.max_model_len or length for config in own.values()), default=length)

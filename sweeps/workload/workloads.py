@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from specbatch.config.job_size import JobSize
 from specbatch.core.sampling_params import SAMPLED, SamplingParams
 from specbatch.errors import at_least, refuse
 from specbatch.jobs.long_text import Window
@@ -118,6 +119,11 @@ class Workload(WorkloadSettings):
         if self.input_range is not None:
             return sum(self.input_range) / 2
         return sum(len(str(row.value)) for row in self.rows) / len(self.rows) / 4
+
+    def size(self, requests: int) -> JobSize:
+        """What an engine that chooses its capacity should know of so many requests."""
+        shared = bounds(self.shared_len)[0] if self.is_grouped and self.groups == 1 else 0
+        return JobSize(requests, self.mean_input, sum(bounds(self.output_len)) / 2, shared)
 
     @property
     def max_model_len(self) -> int | None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from specbatch.config.engine_config import EngineConfig
+from specbatch.config.job_size import JobSize
 from specbatch.errors import SpecbatchError
 from specbatch.memory.planner import MemoryPlan, MemoryShare, plan_memory
 
@@ -166,21 +167,36 @@ def test_printed_plan() -> None:
     assert "2.00 GiB" in "\n".join(plan(free=4096 * MIB).lines())
 
 
-def test_recurrent_states_are_reserved_before_kv_pages() -> None:
-    """Cached states take at most an eighth of the remaining memory, and none without a prefix cache."""
+def test_cached_states_have_what_requests_do_not_need() -> None:
+    """Or an eighth of the memory for KV, if that is more; none without a prefix cache."""
     recurrent: dict[str, Any] = {"state_bytes": 3 * MIB, "cached_state_bytes": 2 * MIB}
     found, without = plan(**recurrent), plan(**recurrent, prefix_cache=False)
     room = without.available - without.weights - without.draft_weights - without.workspace - without.states
     assert (without.states, without.cached_states) == (15 * MIB, 0)
-    assert found.cached_states == room // 8 // (2 * MIB) == 22
-    assert found.states == 15 * MIB + 22 * 2 * MIB
+    assert found.cached_states == (room - found.wanted_pages * MIB) // (2 * MIB) == 54
+    assert found.kv_pages == found.wanted_pages
+    assert found.states == 15 * MIB + 54 * 2 * MIB
     assert any(
-        line.startswith("  states     59.0 MiB of recurrent layers, including those of 22 cached prefixes")
+        line.startswith("  states     123.0 MiB of recurrent layers, including those of 54 cached prefixes")
         for line in found.lines()
     )
+    assert plan(**recurrent, max_model_len=1000, model_len=5000).cached_states == 54
+    assert plan(**recurrent, model_len=5000).cached_states == room // 8 // (2 * MIB) == 22
     assert plan(**recurrent, free=10_000 * MIB).cached_states == 64
     assert plan(**recurrent, free=10_000 * MIB, max_running=40).cached_states == 80
-    assert plan(**(recurrent | {"cached_state_bytes": 100 * MIB})).cached_states == 0
+    assert plan(**(recurrent | {"cached_state_bytes": 200 * MIB})).cached_states == 0
+
+
+def test_an_automatic_max_running_leaves_room_for_cached_states() -> None:
+    """32 prefixes of 2,048 tokens in a model with states of 63 MiB: with 288 requests 15 states fitted."""
+    recurrent: dict[str, Any] = {"state_bytes": 66 * MIB, "cached_state_bytes": 64 * MIB, "max_running": "auto"}
+    recurrent |= {"free": 34_000 * MIB, "memory_fraction": 0.9, "model_len": 2432, "page_bytes": MIB // 3}
+    known = {"job": JobSize(512, 2176, 256)}
+    found, without = plan(**recurrent, **known), plan(**recurrent, **known, prefix_cache=False)
+    assert found.cached_states == 65
+    assert 0.8 < found.max_running / without.max_running < 1
+    small = plan(**recurrent | {"free": 2000 * MIB}, **known)
+    assert small.cached_states * 64 * MIB < small.available // 8
 
 
 @pytest.mark.parametrize("settings", [{"kv_pages": 355}, {"max_model_len": 355 * 16 - 10, "model_len": 9000}])
