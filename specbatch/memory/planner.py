@@ -236,16 +236,21 @@ def plan_memory(
     def left(running: int, chunk: int) -> int:
         return budget - weights - draft_weights - grammars - sum(taken(running, chunk))
 
+    least = own_bytes * (asked_pages or pages_for((config.max_model_len or 2) + slack, size))
+
     # Prefix states have the memory that nothing else needs. An automatic `max_running` leaves some for them: without
-    # one for each prefix in use, prompts that share prefixes compute them again.
-    least_cached = 0
-    if cached_state_bytes and config.prefix_cache and config.max_running == AUTO:
-        least_cached = max(min(_CACHED_STATES * cached_state_bytes, left(1, 1) // _CACHED_STATES_SHARE), 0)
+    # one for each prefix in use, prompts that share prefixes compute them again. With one request it is at most the
+    # share that they have in any case, so that what runs without them still does.
+    def for_prefixes(chunk: int) -> int:
+        if not (cached_state_bytes and config.prefix_cache and config.max_running == AUTO) or on_cpu:
+            return 0  # on a CPU `max_running` does not follow from the memory for KV
+        return min(_CACHED_STATES * cached_state_bytes, max(left(1, chunk) - least, 0) // _CACHED_STATES_SHARE)
+
     capacity = choose(
         config,
-        lambda running, chunk: left(running, chunk) - least_cached,
+        lambda running, chunk: left(running, chunk) - for_prefixes(chunk),
         page_bytes=own_bytes if asked_pages is None else 0,
-        least=own_bytes * (asked_pages or pages_for((config.max_model_len or 2) + slack, size)),
+        least=least,
         on_cpu=on_cpu,
         rows=rows,
         longest=longest + slack,
@@ -255,13 +260,14 @@ def plan_memory(
     workspace, states, corpus, graphs = taken(running, chunk)
     room, cached_states = left(running, chunk), 0
     _check_capacity(config, capacity, lambda running, chunk: left(running, chunk) >= own_bytes, workspace)
-    wanted = running * pages_for(longest + slack, size)
+    one_request = pages_for(longest + slack, size)
+    wanted = running * one_request
     if cached_state_bytes and config.prefix_cache:
         wished = max(_CACHED_STATES, 2 * running)
-        # The configured capacities come first: cached states are optional.
-        pages = asked_pages or pages_for((config.max_model_len or 0) + slack, size)
+        # The configured capacities come first: cached states are optional. More than their share shortens no request.
         unused = room - (asked_pages or wanted) * own_bytes
-        spare = min(max(room // _CACHED_STATES_SHARE, least_cached, unused), room - pages * own_bytes)
+        reserved_states = min(for_prefixes(chunk), room - (asked_pages or one_request) * own_bytes)
+        spare = min(max(room // _CACHED_STATES_SHARE, reserved_states, unused), room - least)
         cached_states = max(0, min(wished, spare // cached_state_bytes))
         states, room = states + cached_states * cached_state_bytes, room - cached_states * cached_state_bytes
     limit = min(room, _CPU_KV_BYTES) if on_cpu else room

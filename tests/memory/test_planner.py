@@ -199,6 +199,38 @@ def test_an_automatic_max_running_leaves_room_for_cached_states() -> None:
     assert small.cached_states * 64 * MIB < small.available // 8
 
 
+def test_what_is_left_for_cached_states_comes_after_what_runs() -> None:
+    """Even if a pass takes much more memory than one of one token, most of it is for configured pages, or KV pages
+    hold no more than one long request."""
+    job = JobSize(None, 4888, 1)
+    recurrent: dict[str, Any] = {"cached_state_bytes": 18 * MIB, "max_running": "auto", "job": job}
+    chunk: dict[str, Any] = recurrent | {
+        "prefill_chunk": 256,
+        "token_bytes": MIB,
+        "page_size": 1,
+        "page_bytes": 2 * MIB,
+    }
+    assert plan(free=836 * MIB, **chunk).cached_states == 0  # 42 MiB are left
+    pages = recurrent | {"state_bytes": MIB, "kv_pages": 320}
+    assert plan(**pages).max_running > 40  # 380 MiB are left
+    long: dict[str, Any] = recurrent | {"free": 2500 * MIB, "state_bytes": 200 * MIB, "page_bytes": MIB // 16}
+    found, few = (plan(**long, model_len=most) for most in (262_144, 20_000))
+    room = found.available - found.weights - found.draft_weights - found.workspace - 200 * MIB * (found.max_running + 1)
+    assert found.cached_states == room // 8 // (18 * MIB) < few.cached_states
+    assert (found.max_running, few.max_model_len) == (few.max_running, 20_000)
+    assert plan(on_cpu=True, **long | {"model_len": 262_144}).cached_states <= found.cached_states
+
+
+def test_an_automatic_max_running_grows_with_the_memory() -> None:
+    recurrent: dict[str, Any] = {"state_bytes": 9 * MIB, "cached_state_bytes": 8 * MIB, "max_running": "auto"}
+    recurrent |= {"prefill_chunk": 256, "token_bytes": 100_000, "page_bytes": MIB // 8}
+    plans = [plan(free=free * MIB, **recurrent) for free in range(340, 4000, 61)]
+    running = [found.max_running for found in plans]
+    assert running == sorted(running)
+    assert running[0] == 1
+    assert all(found.weights + found.fixed + found.own_kv <= found.available for found in plans)
+
+
 @pytest.mark.parametrize("settings", [{"kv_pages": 355}, {"max_model_len": 355 * 16 - 10, "model_len": 9000}])
 def test_explicit_settings_take_precedence_over_cached_states(settings: dict[str, int]) -> None:
     found = plan(state_bytes=3 * MIB, cached_state_bytes=2 * MIB, **settings)
