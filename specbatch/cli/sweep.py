@@ -263,7 +263,7 @@ def sweep(
                         fit = options.fitted(ours)
                         check_plan(folder / name, plan_of(fit, options))
                         if workers is None:
-                            check_all(fit, Benchmark(options), report)
+                            check_all(fit, Benchmark(options), folder / name, report)
             summary, rows, reports = "", [], []
             for name, ours in models.items():
                 say(f"{name}:")

@@ -17,13 +17,14 @@ from specbatch.errors import about, counted, refuse
 from specbatch.memory.page_pool import held_at_once
 from specbatch.progress.bars import Report
 from specbatch.records.run_record import RunRecord
+from specbatch.records.store import RECORD, load_record
 from specbatch.records.sweep_plan import SWEEP, Described, Point, plan_of, round_of, rounds_at
 from specbatch.sweeps.report.point_notes import failures
 from specbatch.sweeps.report.points import load_records, precision_of
 from specbatch.sweeps.run.conversations import ask, label, longest
 from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, clients_of, connected, with_concurrency
-from specbatch.sweeps.run.runner import Measured, save_measured
+from specbatch.sweeps.run.runner import Measured, save_measured, without_numbers
 from specbatch.sweeps.run.sanity_checks import add_digests, retokenized, warnings, whole_text
 from specbatch.sweeps.workload.defaults import LONG_RUN
 from specbatch.sweeps.workload.description import describe, sha256_of
@@ -153,6 +154,14 @@ class Benchmark:
         return BenchmarkPrompts(own, prompts, params, list(longest(workload, tokenizer, prompts, params)), sources)
 
     def save(self, folder: Path, plan: dict[str, Any], point: Point, measured: Measured) -> None:
+        """Write a point. One with other prompts than those before it fails: rows of ShareGPT are those that fit, also
+        into the memory that an engine gets."""
+        workload, paths = measured.record.workload, folder.glob(f"*/c{point.concurrency}/r*/{RECORD}")
+        if self.options.workload.has_own_lengths and not measured.record.error:
+            for other in (load_record("output", path.parent) for path in sorted(paths)):
+                if not other.error and other.workload["prompts_sha256"] != workload["prompts_sha256"]:
+                    error = f"has other prompts than {other.workload['configuration']}, those that fit into its context"
+                    measured = without_numbers(measured, f"{error}; set max_model_len to the same for all")
         save_measured(folder, plan, point, measured)
 
     def more_points(self, configs: Iterable[str], folder: Path) -> list[Point]:

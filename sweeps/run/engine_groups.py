@@ -75,13 +75,16 @@ class LoadedGroup:
     load     opens the engines of a group
     failed   gets the reasons why the engines of a group cannot be built; if those of no group can, or with one group,
              the error is raised. None: it is raised in any case
+    others   engines that are not loaded, of all groups
     """
 
-    def __init__(self, configs: Mapping[str, Any], load: Load, failed: Failed | None) -> None:
+    def __init__(
+        self, configs: Mapping[str, Any], load: Load, failed: Failed | None, others: Engines | None = None
+    ) -> None:
         self.groups = groups_of(configs)
         self.tokenizer: Tokenizer | None = None  # of an engine that was loaded
         self.count = 0  # groups that were loaded
-        self._load, self.failed = load, failed
+        self._load, self.failed, self.others = load, failed, others or {}
         self._stack = ExitStack()
         self._place: int | None = None
         self._engines: Engines = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -291,8 +291,13 @@ def check(configs: Configs) -> dict[str, Prepared]:
     for name, config in own.items():
         with noted(failed, name, causes):
             prepared[name] = check_machine(config)
-    if failed and len({*failed.values()}) == 1 and len(failed) == len(own):
+    refuse_failed(own, failed, causes)
+    return prepared
+
+
+def refuse_failed(every: Collection[str], failed: Failed, causes: Sequence[Exception]) -> None:
+    """Raise why configurations have failed, of one of them with its name, unless `every` one has the same reason."""
+    if failed and len({*failed.values()}) == 1 and len(failed) == len(every):
         raise causes[0]
     for name, reason in failed.items():
         raise SpecbatchError(f"{name}: {reason}", setting="configs", value=name, works=reason)
-    return prepared

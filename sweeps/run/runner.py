@@ -99,6 +99,13 @@ class PointWorkload(Protocol):
         """Points to add after all have been run; none to end."""
 
 
+def without_numbers(found: Measured, error: str) -> Measured:
+    """A point that was measured, with only the error."""
+    found.record.workload["error"] = error
+    found.record.metrics, found.record.counters, found.record.requests = {}, {}, []
+    return Measured(found.record)
+
+
 def save_measured(folder: Path, plan: dict[str, Any], point: Point, measured: Measured) -> None:
     """Write the files of a point, its record last: a point with a record is finished."""
     with writing(point.folder(folder)):
@@ -138,7 +145,7 @@ def run_points(
 
     def run(engines: Engines, ours: list[Point]) -> None:
         own = {name: engine for name, engine in engines.items() if name in configs}
-        for point, found in measured_points(configs, own, workload, ours, log, waves, failed, loaded.tokenizer):
+        for point, found in measured_points(configs, own, workload, ours, log, waves, failed, loaded):
             waves.finish(*work_of(point, workload), found.record.metrics.get("duration_s"))
             workload.save(folder, plan, point, found)
 
@@ -176,17 +183,19 @@ def measured_points(
     log: Log | None,
     waves: Waves,
     failed: Failed | None,
-    tokenizer: Tokenizer | None = None,
+    loaded: LoadedGroup | None = None,
 ) -> Iterator[tuple[Point, Measured]]:
     """Measure the points that are left, in the order of a run. waves: counts their completions; failed: as in
-    `run_points`; tokenizer: None: that of the engines."""
+    `run_points`; loaded: what `engines` are of, None: all are loaded."""
     if not left:
         return
     shown_before = set[str]()
     logged = {*(failed or {}).items()}  # an engine that could not be built is logged where it was tried
-    shared: Any = tokenizer or getattr(next(iter(engines.values())), "tokenizer", None)  # servers may need none
+    shared: Any = None if loaded is None else loaded.tokenizer
+    shared = shared or getattr(next(iter(engines.values())), "tokenizer", None)  # servers may need none
+    others = {} if loaded is None else loaded.others  # which get the same prompts
     with waves.phase(TOKENIZING) as report:
-        ready = workload.prepare(engines, shared, report)
+        ready = workload.prepare({**others, **engines}, shared, report)
     held: dict[str, str] | None = None if failed is None else {}
     causes: list[Exception] = []
     for name, engine in engines.items():
@@ -226,9 +235,7 @@ def _without_lost_replicas(found: Measured) -> Measured:
     """Of a point during which a replica was replaced only the error: the times include the loss."""
     if not (replaced := found.record.counters.get("replaced_replicas")):
         return found
-    found.record.workload["error"] = f"{counted(replaced, 'replica')} ended and had to be replaced"
-    found.record.metrics, found.record.counters, found.record.requests = {}, {}, []
-    return Measured(found.record)
+    return without_numbers(found, f"{counted(replaced, 'replica')} ended and had to be replaced")
 
 
 def _log_warnings(point: Point, record: RunRecord, log: Log, shown_before: set[str]) -> None:

@@ -78,8 +78,8 @@ def run_workloads(
     failed = Failed() if failed is None else failed
     loads = load or next(iter(workloads.values()))
     left = [one for path, one in workloads.items() if any(not is_measured(at, path) for at in points(configs, one))]
-    check_early(configs, left, failed, lengths_of=loads, log=log, report=report)
-    with LoadedGroup(configs, lambda group: loads.load(group, log, failed), failed) as loaded:
+    others = check_early(configs, left, failed, lengths_of=loads, log=log, report=report)
+    with LoadedGroup(configs, lambda group: loads.load(group, log, failed), failed, others) as loaded:
         for folder, workload in workloads.items():
             run_points(configs, loaded, workload, folder, log=log, report=report)
 

@@ -5,18 +5,29 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbatch.config.draft_shape import AUTO
 from specbatch.config.engine_config import EngineConfig
 from specbatch.engine.requests.prompt_reader import PromptReader
-from specbatch.errors import SpecbatchError, about
+from specbatch.errors import SpecbatchError
 from specbatch.memory.page_pool import reserved_length
 from specbatch.memory.planner import MemoryPlan, longest_request
 from specbatch.progress.bars import NotedReport, Report, phase
+from specbatch.records.sweep_plan import points
 from specbatch.sweeps.run.engine_groups import Failed, engines_of, groups_of
-from specbatch.sweeps.run.loading import Configs, Log, check, check_machine, noted, of_lengths, speculating_of
-from specbatch.sweeps.run.runner import TOKENIZING, PointWorkload
+from specbatch.sweeps.run.loading import (
+    Configs,
+    Log,
+    check,
+    check_machine,
+    noted,
+    of_lengths,
+    refuse_failed,
+    speculating_of,
+)
+from specbatch.sweeps.run.runner import TOKENIZING, PointWorkload, is_measured
 
 if TYPE_CHECKING:
     from specbatch.engine.setup.prepare import Prepared
@@ -52,17 +63,22 @@ def longest_of(config: EngineConfig) -> int | None:
     return config.max_model_len
 
 
-def check_all(configs: Configs, workload: PointWorkload, report: Report | None = None) -> None:
+def check_all(configs: Configs, workload: PointWorkload, folder: Path, report: Report | None = None) -> None:
     """Refuse engines that cannot run, prompts that one of them cannot run, and a concurrency that it cannot hold, with
-    nothing loaded."""
+    nothing loaded. Nothing is refused if all points are finished in `folder`."""
+    if all(is_measured(point, folder) for point in points(configs, workload)):
+        return
     prepared, engines = check(configs), dict[str, Unloaded]()
+    failed, causes = Failed(), list[Exception]()
     for name, config in engines_of(configs).items():
-        with about(name), of_lengths(config, workload.lengths):
+        with noted(failed, name, causes), of_lengths(config, workload.lengths):
             engines[name] = Unloaded(config, prepared[name])
-    ready = workload.prepare(engines, next(iter(engines.values())).tokenizer, report)
-    for name, engine in engines.items():
-        with about(name):
-            ready.check(name, engine, max(workload.concurrency))
+    if engines:
+        ready = workload.prepare(engines, next(iter(engines.values())).tokenizer, report)
+        for name, engine in engines.items():
+            with noted(failed, name, causes):
+                ready.check(name, engine, max(workload.concurrency))
+    refuse_failed(prepared, failed, causes)
 
 
 def check_early(
@@ -73,16 +89,16 @@ def check_early(
     lengths_of: PointWorkload,
     log: Log | None,
     report: NotedReport | None = None,
-) -> None:
+) -> dict[str, Unloaded]:
     """Find what cannot run before another group of engines, or another workload, has run for hours. Raises what all
-    configurations have in common.
+    configurations have in common. Returns the engines of several groups or workloads.
 
     workloads: those with points that are left; lengths_of: the one whose lengths an error names
     """
     every, own, causes = list(workloads), engines_of(configs), list[Exception]()
     is_one_group = len(groups_of(configs)) == 1
     if not own or not every or (is_one_group and len(every) == 1):
-        return  # they are loaded, and all prompts are checked, before any point runs
+        return {}  # they are loaded, and all prompts are checked, before any point runs
     engines, short = dict[str, Unloaded](), Failed()
     if is_one_group:
         failed = Failed()  # they are built, which fails again, before any point runs
@@ -111,3 +127,4 @@ def check_early(
         if log is not None:
             for name, reason in held.items():
                 log(f"{f'{workload.section}: ' if workload.section else ''}{name}: {reason}")
+    return engines

@@ -23,7 +23,8 @@ Detail = Literal["completions", "tokens", "text"]  # what a stream yields: compl
 
 
 # Completions that are built between two steps, if so many requests have ended. With its text one takes some tenths of a
-# millisecond. Those above are built while the host waits for the device, unless too many are left.
+# millisecond. Those above are built while the host waits for the device, unless too many are left: more than can end in
+# one step, as where more end in every step, or `_MOST_LEFT`.
 _AT_ONCE, _MOST_LEFT = 8, 1_024
 
 
@@ -146,7 +147,7 @@ class OpenRequests:
         have ended may come with a later call."""
         count = len(self._ended)
         if self._active and not is_last:
-            count = max(min(count, _AT_ONCE), count - _MOST_LEFT)
+            count = max(min(count, _AT_ONCE), count - min(_MOST_LEFT, self._scheduler.max_running))
         for _ in range(count):
             self.build_one()
         events, self._events = self._events, []

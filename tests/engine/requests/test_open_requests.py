@@ -62,6 +62,14 @@ def test_completions_are_built_while_the_host_waits(
     assert [count for count in built if count] == [8, MANY - 8, 1]
 
 
+def test_no_more_completions_are_left_than_requests_run(toy_engine: Callable[..., Engine]) -> None:
+    """Otherwise a job that is killed loses most short answers, and its progress counts them as running."""
+    engine = toy_engine(max_running=MANY)
+    short = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    with closing(engine.stream(prompts(20 * MANY), short, concurrency=MANY)) as events:
+        assert all(len(engine._requests._ended) <= MANY for _ in events)
+
+
 def test_a_record_has_all_that_has_ended(toy_engine: Callable[..., Engine]) -> None:
     engine = toy_engine(max_running=MANY + 1, max_model_len=48)
     with closing(engine.stream(prompts(MANY + 1), params())) as events:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from thread_replicas import ThreadReplicas
 from specbatch.cli.configs import configured
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.servers import configured_with_servers
+from specbatch.config.engine_config import EngineConfig
 from specbatch.errors import SpecbatchError
 from specbatch.records.sweep_plan import Point, points
 from specbatch.sweeps.report.points import load_records
@@ -25,6 +27,7 @@ from specbatch.sweeps.run.engine_groups import LoadedGroup, groups_of, in_batche
 from specbatch.sweeps.run.estimate import dry_run
 from specbatch.sweeps.run.loading import check, one_group
 from specbatch.sweeps.run.sweep import run_sweep
+from specbatch.sweeps.workload.sharegpt import SHAREGPT
 from specbatch.sweeps.workload.workloads import Workload
 
 HEAD = {"algorithm": "eagle3", "draft": "dummy"}
@@ -201,3 +204,31 @@ def test_workers_of_a_cluster_take_one_group(tmp_path: Path) -> None:
         one_group(grid(tmp_path, "tensor_parallel", [1, 2], {}))
     one_group(configured(BASE, "baseline,v2"))
     assert in_batches([Point("a", 0, 1, 1)], [{"a": 1}]) == [(0, [Point("a", 0, 1, 1)])]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_conversations_are_those_that_fit_into_engines_of_all_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+) -> None:
+    """An engine that is not loaded yet, on two devices, is shorter. Where only its memory decides that, its points
+    fail, as their numbers would be those of other prompts."""
+    values = ("x" * 9, "y" * 80)
+    talks = [
+        {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": "answer"}]} for asked in values
+    ]
+    (tmp_path / "talks.json").write_text(json.dumps(talks))
+    work = Workload(SHAREGPT, tmp_path / "talks.json", prompts_per_concurrency=1, chat_template=False)
+    base = EngineConfig("toy", load_format="dummy", device="cpu", page_size=4, memory_fraction=0.2, kv_pages=80)
+    configs = {"one": base, "two": replace(base, tensor_parallel=2, max_model_len=64)}
+    if not is_known:
+        monkeypatch.setattr("specbatch.sweeps.run.sweep.check_early", lambda *_, **__: {})
+    run_sweep(configs, SweepOptions((2,), 1, work), tmp_path)
+    one, two = load_records(tmp_path)
+    assert one.error is None
+    if is_known:
+        assert one.workload["prompts_sha256"] == two.workload["prompts_sha256"]
+        assert (one.workload["distinct_prompts"], two.error) == (1, None)
+    else:
+        assert one.workload["distinct_prompts"] == 2
+        assert str(two.error).startswith("has other prompts than one")
+        assert not two.metrics

@@ -15,9 +15,10 @@ from typer.testing import CliRunner, Result
 from specbatch.cli.app import app
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.speculation import Speculation
+from specbatch.errors import SpecbatchError
 from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed
-from specbatch.sweeps.run.unloaded import check_early
+from specbatch.sweeps.run.unloaded import check_all, check_early
 from specbatch.sweeps.workload.workloads import Workload
 
 WORDS = "--device cpu --concurrency 1,2 --repeats 1 --prompts-per-concurrency 1 --least-prompts 2 --out out"
@@ -95,6 +96,27 @@ def test_a_draft_of_one_of_several_models(refused: Callable[[str], str], words: 
     found = refused(f"sweep --configs grid.toml --output-len 4 {words} {WORDS}")
     assert "other cannot run; nothing has begun" in found
     assert reason.replace("max-model-len", "--max-model-len") in found
+
+
+def test_a_configuration_of_one_of_several_models_is_named(refused: Callable[[str], str]) -> None:
+    write_grid(
+        SHORT_DRAFT.replace("spec =", 'model = ["long", "other"]\nspec =').replace("draft =", 'model = "long"\ndraft =')
+    )
+    write_folder(Path("other"), TINY | {"max_position_embeddings": 256})
+    found = refused(f"sweep --configs grid.toml --output-len 4 --dataset in.jsonl {WORDS}")
+    assert "error: --configs='grid.toml: draft': max_new_tokens of prompt 1=4: the prompt has 100 tokens" in found
+
+
+def test_finished_models_are_not_checked(refused: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    options = SweepOptions(
+        (1,), workload=Workload("in.jsonl", output_len=4, prompts_per_concurrency=1, least_prompts=2)
+    )
+    configs, work = {"v2": EngineConfig(model="short", device="cpu")}, Benchmark(options)
+    with pytest.raises(SpecbatchError, match="the prompt has 100 tokens"):
+        check_all(configs, work, Path("out"))
+    monkeypatch.setattr("specbatch.sweeps.run.unloaded.is_measured", lambda point, folder: True)
+    monkeypatch.setattr(Benchmark, "prepare", pytest.fail)
+    check_all(configs, work, Path("out"))
 
 
 def test_a_model_without_a_chat_template(refused: Callable[[str], str]) -> None:
