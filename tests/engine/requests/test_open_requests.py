@@ -65,8 +65,8 @@ def test_completions_are_built_while_the_host_waits(
 def test_no_more_completions_are_left_than_requests_run(toy_engine: Callable[..., Engine]) -> None:
     """Otherwise a job that is killed loses most short answers, and its progress counts them as running."""
     engine = toy_engine(max_running=MANY)
-    short = SamplingParams(max_new_tokens=1, ignore_eos=True)
-    with closing(engine.stream(prompts(20 * MANY), short, concurrency=MANY)) as events:
+    some = [SamplingParams(max_new_tokens=1 + index % 3, ignore_eos=True) for index in range(20 * MANY)]
+    with closing(engine.stream(prompts(len(some)), some, concurrency=MANY)) as events:
         assert all(len(engine._requests._ended) <= MANY for _ in events)
 
 
