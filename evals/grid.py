@@ -105,10 +105,11 @@ class Evaluation:
         """The loaded task."""
         return prepare(replace(self.options.task, output=None))
 
-    def refuse_unfit(self, configs: Configs, folder: Path) -> None:
+    def refuse_unfit(self, configs: Configs, folder: Path, *, elsewhere: bool) -> None:
         """Refuse, before any engine is loaded, a task that generates nothing or has no score, servers that get other
         prompts than the other configurations, a folder with other settings, and a `max_model_len`, set or that of the
-        models, into which a question of a point that is left does not fit."""
+        models, into which a question of a point that is left does not fit. elsewhere: engines run on other machines,
+        whose models need not be on this one."""
         task, name = self.ready.task, self.options.task.task
         if task.scores_texts:
             works = f"task {name} ({task.kind}) scores given texts, which decodes nothing"
@@ -125,7 +126,7 @@ class Evaluation:
         largest = self._at(max(point.concurrency for point in left))  # has the questions of the other points, too
         names = {one.configuration for one in left}
         own = {name: config for name, config in engines_of(configs).items() if name in names}
-        lengths = {name: longest_of(config) for name, config in own.items()}
+        lengths = {name: config.max_model_len if elsewhere else longest_of(config) for name, config in own.items()}
         for longest, name in {longest: name for name, longest in lengths.items()}.items():
             with about(name):
                 largest.check_lengths(own[name], longest)
@@ -260,7 +261,7 @@ def run_grids(
 
     Refused: what `Evaluation.refuse_unfit` refuses, and what is refused at all points.
     """
-    every = evaluations(configs, tasks, folder)
+    every = evaluations(configs, tasks, folder, elsewhere=cluster is not None)
     for own, evaluation in every.items():
         if log is not None:
             of = f"{evaluation.ready.task.name}: " if len(every) > 1 else ""
@@ -289,11 +290,23 @@ def run_grids(
     return grids
 
 
-def evaluations(configs: Configs, tasks: Sequence[GridOptions], folder: Path) -> dict[Path, Evaluation]:
+def is_finished(configs: Configs, tasks: Sequence[GridOptions], folder: Path) -> bool:
+    """Whether `run_grids` has nothing left to measure."""
+    each = zip(_folders(tasks, folder), tasks, strict=True)
+    return all(
+        not options.task.overwrite and is_measured(point, own)
+        for own, options in each
+        for point in points(configs, options)
+    )
+
+
+def evaluations(
+    configs: Configs, tasks: Sequence[GridOptions], folder: Path, *, elsewhere: bool
+) -> dict[Path, Evaluation]:
     """The evaluation of each task, by its folder. Refused: what `Evaluation.refuse_unfit` refuses."""
     every = {own: Evaluation(options) for own, options in zip(_folders(tasks, folder), tasks, strict=True)}
     for own, evaluation in every.items():
-        evaluation.refuse_unfit(configs, own)
+        evaluation.refuse_unfit(configs, own, elsewhere=elsewhere)
     return every
 
 

@@ -76,7 +76,7 @@ def compare(
     workers: Cluster | None,
 ) -> tuple[dict[str, dict[str, Grid]], list[int]]:
     """Run all points. The tables by model and task, and the exit statuses of models that have failed."""
-    from specbatch.evals.grid import each_task, evaluations, load_grids, run_grids
+    from specbatch.evals.grid import each_task, evaluations, is_finished, load_grids, run_grids
     from specbatch.sweeps.run.loading import check
     from specbatch.sweeps.run.process import naming, run_in_process
 
@@ -88,9 +88,9 @@ def compare(
             return {"": run_grids(configs, tasks, folder, **how)}, []
     for name, ours in models.items():  # fail before a model has run for hours, not after
         with naming(name, log=say):
-            if workers is None:
+            if workers is None and not is_finished(ours, tasks, folder / name):
                 check(ours)
-            evaluations(ours, tasks, folder / name)
+            evaluations(ours, tasks, folder / name, elsewhere=workers is not None)
     found: dict[str, dict[str, Grid]] = {}
     statuses: list[int] = []
     for name, ours in models.items():

@@ -66,7 +66,8 @@ def longest_of(config: EngineConfig) -> int | None:
 def check_all(configs: Configs, workload: PointWorkload, folder: Path, report: Report | None = None) -> None:
     """Refuse engines that cannot run, prompts that one of them cannot run, and a concurrency that it cannot hold, with
     nothing loaded. Nothing is refused if all points are finished in `folder`."""
-    if all(is_measured(point, folder) for point in points(configs, workload)):
+    is_done = all(is_measured(point, folder) for point in points(configs, workload))
+    if is_done and not workload.more_points(configs, folder):
         return
     prepared, engines = check(configs), dict[str, Unloaded]()
     failed, causes = Failed(), list[Exception]()

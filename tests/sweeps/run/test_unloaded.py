@@ -13,9 +13,12 @@ from checkpoints import TINY, write_folder
 from typer.testing import CliRunner, Result
 
 from specbatch.cli.app import app
+from specbatch.cli.eval_grid import compare
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError
+from specbatch.evals.grid import evaluations
+from specbatch.evals.options import EvalOptions, GridOptions
 from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed
 from specbatch.sweeps.run.unloaded import check_all, check_early
@@ -176,3 +179,34 @@ def test_questions_that_do_not_fit(refused: Callable[[str], str], command: str, 
     write_folder(Path("middle"), TINY | {"max_position_embeddings": 128})
     write_grid(SHORT_DRAFT)
     assert f"--max-model-len={longest}: question 0 of gsm8k, the longest, has " in refused(f"{command} {EVAL}")
+
+
+def grid_options() -> GridOptions:
+    return GridOptions(EvalOptions("gsm8k", num_fewshot=0, max_new_tokens=4, limit=1), (1,))
+
+
+def test_models_of_an_evaluation_that_are_finished_are_not_checked(
+    refused: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = list[Path]()
+
+    def run_in_process(run: Any, folder: Path, **_: Any) -> int:
+        begun.append(folder)
+        return 0
+
+    monkeypatch.setattr("specbatch.evals.grid.is_measured", lambda point, folder: folder.name == "gone")
+    monkeypatch.setattr("specbatch.sweeps.run.process.run_in_process", run_in_process)
+    models: dict[str, Any] = {name: {"v2": EngineConfig(model=name, device="cpu")} for name in ("gone", "short")}
+    with pytest.raises(SpecbatchError, match="max_model_len=64: question 0 of gsm8k"):
+        compare(models, {}, grid_options(), Path("out"), None)
+    models["short"]["v2"] = EngineConfig(model="long", device="cpu")
+    compare(models, {}, grid_options(), Path("out"), None)
+    assert begun == [Path("out/gone"), Path("out/short")]
+
+
+def test_models_of_other_machines_need_not_be_on_this_one(refused: Callable[[str], str]) -> None:
+    """Opening one would download it."""
+    configs = {"v2": EngineConfig(model="short", device="cpu")}
+    with pytest.raises(SpecbatchError, match="max_model_len=64: question 0 of gsm8k"):
+        evaluations(configs, [grid_options()], Path("out"), elsewhere=False)
+    evaluations(configs, [grid_options()], Path("out"), elsewhere=True)
