@@ -118,12 +118,14 @@ class Workload(WorkloadSettings):
         """Mean tokens of a prompt; of text, an estimate of four characters a token."""
         if self.input_range is not None:
             return sum(self.input_range) / 2
-        return sum(len(str(row.value)) for row in self.rows) / len(self.rows) / 4
+        each = (len(row.value) if row.form == "prompt_token_ids" else len(str(row.value)) / 4 for row in self.rows)
+        return sum(each) / len(self.rows)
 
     def size(self, requests: int) -> JobSize:
         """What an engine that chooses its capacity should know of so many requests."""
         shared = bounds(self.shared_len)[0] if self.is_grouped and self.groups == 1 else 0
-        return JobSize(requests, self.mean_input, sum(bounds(self.output_len)) / 2, shared)
+        new = sum(params.max_new_tokens for params in self.params(requests)) / requests
+        return JobSize(requests, self.mean_input, new, shared)
 
     @property
     def max_model_len(self) -> int | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from specbatch.config.job_size import JobSize
 from specbatch.errors import SpecbatchError
 from specbatch.evals.prompts import task_prompts
 from specbatch.jobs.prompts import read_prompts
@@ -58,6 +59,16 @@ def test_questions_of_a_file_repeat(tmp_path):
     assert describe(workload, prompts)["distinct_prompts"] == 2
     assert not workload.params(1)[0].ignore_eos
     assert Workload(output_len=5).params(1)[0].ignore_eos
+
+
+def test_size_of_a_job(tmp_path):
+    """Token ids are counted; rows may have their own lengths of answers."""
+    rows = [{"prompt_token_ids": [15_000] * 30, "sampling": {"max_new_tokens": 7}}, {"prompt": "abcd" * 10}]
+    work = Workload(written(tmp_path, *rows), output_len=3)
+    assert work.size(2) == JobSize(2, 20, 5)
+    assert work.size(3) == JobSize(3, 20, 17 / 3)
+    grouped = Workload("gsp", groups=1, shared_len=30, input_len=10, output_len=4)
+    assert grouped.size(2) == JobSize(2, 40, 4, 30)
 
 
 def test_different_prompts_have_different_hashes():
