@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,15 +43,22 @@ class Unloaded:
     ) -> None:
         """one: a replica. tokenizer: None: that of its target."""
         self.config, self.tokenizer, own = config, tokenizer or one.target.tokenizer(), one.config
-        slots = one.draft.kv_slots_per_step(own.speculation.num_drafts)
-        self.caps = {"page_size": own.page_size, "verify_slots": slots}
+        self.caps = {"page_size": own.page_size, "verify_slots": _verify_slots(one)}
         if plan is not None:
             self.caps |= {name: getattr(plan, name) for name in ("max_running", "kv_pages", "max_model_len")}
         else:
-            longest = longest_request(own, one.max_position, own.kv_pages, reserved_length(0, slots))
+            longest = _longest(one)
             running = sys.maxsize if own.max_running == AUTO else own.max_running
             self.caps |= {"max_running": running, "kv_pages": own.kv_pages or sys.maxsize, "max_model_len": longest}
         self.check = PromptReader(self.tokenizer, one.target.config, self.caps).check
+
+
+def _verify_slots(one: Prepared) -> int:
+    return one.draft.kv_slots_per_step(one.config.speculation.num_drafts)
+
+
+def _longest(one: Prepared) -> int:
+    return longest_request(one.config, one.max_position, one.config.kv_pages, reserved_length(0, _verify_slots(one)))
 
 
 def longest_of(config: EngineConfig) -> int | None:
@@ -59,8 +66,13 @@ def longest_of(config: EngineConfig) -> int | None:
     run fails when it is built."""
     if config.max_model_len is None:
         with suppress(SpecbatchError):
-            return int(Unloaded(config, check_machine(config)).caps["max_model_len"])
+            return _longest(check_machine(config))
     return config.max_model_len
+
+
+def _tokenizer_of(engines: Mapping[str, Unloaded]) -> Tokenizer | None:
+    """That of all engines of a model, if there is one yet: it takes up to a second to load."""
+    return next((engine.tokenizer for engine in engines.values()), None)
 
 
 def check_all(configs: Configs, workload: PointWorkload, folder: Path, report: Report | None = None) -> None:
@@ -73,7 +85,7 @@ def check_all(configs: Configs, workload: PointWorkload, folder: Path, report: R
     failed, causes = Failed(), list[Exception]()
     for name, config in engines_of(configs).items():
         with noted(failed, name, causes), of_lengths(config, workload.lengths):
-            engines[name] = Unloaded(config, prepared[name])
+            engines[name] = Unloaded(config, prepared[name], _tokenizer_of(engines))
     if engines:
         ready = workload.prepare(engines, next(iter(engines.values())).tokenizer, report)
         for name, engine in engines.items():
@@ -107,7 +119,7 @@ def check_early(
         with noted(failed, name, causes):
             one = check_machine(config)
             with noted(short, name, causes), of_lengths(config, lengths_of.lengths):
-                engines[name] = Unloaded(config, one)
+                engines[name] = Unloaded(config, one, _tokenizer_of(engines))
         if log is not None and not is_one_group and name in (found := failed | short):
             log(f"{name}: {found[name]}")
     if len(causes) == len(own):

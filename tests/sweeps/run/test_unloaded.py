@@ -21,8 +21,9 @@ from specbatch.evals.grid import evaluations
 from specbatch.evals.options import EvalOptions, GridOptions
 from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed
-from specbatch.sweeps.run.unloaded import check_all, check_early
+from specbatch.sweeps.run.unloaded import check_all, check_early, longest_of
 from specbatch.sweeps.workload.workloads import Workload
+from specbatch.weights.folder import FolderCheckpoint
 
 WORDS = "--device cpu --concurrency 1,2 --repeats 1 --prompts-per-concurrency 1 --least-prompts 2 --out out"
 
@@ -179,6 +180,19 @@ def test_questions_that_do_not_fit(refused: Callable[[str], str], command: str, 
     write_folder(Path("middle"), TINY | {"max_position_embeddings": 128})
     write_grid(SHORT_DRAFT)
     assert f"--max-model-len={longest}: question 0 of gsm8k, the longest, has " in refused(f"{command} {EVAL}")
+
+
+def test_tokenizers_are_loaded_once(refused: Callable[[str], str], watch: Any) -> None:
+    """Of a large vocabulary each takes up to a second."""
+    loaded = watch(FolderCheckpoint, "tokenizer", after=lambda *_: None)
+    Path("in.jsonl").write_text('{"prompt": "a"}\n' * 2)
+    config = EngineConfig(model="short", device="cpu")
+    configs = {f"pages {pages}": replace(config, page_size=pages, max_running=1) for pages in (4, 8, 16)}
+    options = SweepOptions((1,), workload=Workload("in.jsonl", output_len=4, prompts_per_concurrency=1))
+    check_all(configs, Benchmark(options), Path("out"))
+    assert len(loaded) == 1
+    assert longest_of(config) == 64
+    assert len(loaded) == 1
 
 
 def grid_options() -> GridOptions:
