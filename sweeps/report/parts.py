@@ -40,6 +40,7 @@ MODES = {"on": True, "off": False}
 # Fields of a workload, as headings.
 _AXES = {"input_len": "input tokens", THINKING: THINKING, "scramble": "scramble", RATE: "request rate"}
 EVERY_POINT = "Every point:"  # the short tables end here
+NOT_MEASURED = "not measured"  # in place of a verdict
 _ORDER = ("on", "off", "none", "shuffled", "random")
 
 
@@ -302,13 +303,15 @@ def pays_markdown(parts: Parts) -> str:
 
 
 def verdicts_text(found: dict[str, dict[tuple[Any, ...], Speedup]], place: tuple[Any, ...]) -> str:
-    """The verdicts at a point by label: "pays 512-4096, undecided 8192, loses 16384"."""
-    known = [(label, own[place].verdict) for label, own in found.items() if place in own]
+    """The verdicts at a point by label: "pays 512-4096, not measured 8192, loses 16384"."""
+    if not any(place in own for own in found.values()):
+        return "-"
+    known = [(label, own[place].verdict if place in own else NOT_MEASURED) for label, own in found.items()]
     texts = []
     for verdict, group in groupby(known, key=lambda pair: pair[1]):
         labels = [label for label, _ in group]
         texts.append(f"{verdict} {labels[0]}{f'-{labels[-1]}' if len(labels) > 1 else ''}")
-    return ", ".join(texts) or "-"
+    return ", ".join(texts)
 
 
 def share_text(value: float | None) -> str:

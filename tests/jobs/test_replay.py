@@ -86,8 +86,11 @@ def test_every_engine_gets_the_recorded_history(write: Callable[..., Path]) -> N
     [
         ({"messages": MESSAGES[:2]}, "needs a message of the assistant, and one before it"),
         ({"messages": MESSAGES[2:]}, "needs a message of the assistant, and one before it"),
+        ({"messages": MESSAGES[:1]}, "needs a message of the assistant, and one before it"),
+        ({"messages": []}, "needs a message of the assistant, and one before it"),
         ({"messages": [MESSAGES[1], {"role": "user", "content": None}]}, "content is null or missing"),
-        ({"prompt": "text"}, "messages is missing"),
+        ({"prompt": "text"}, 'has no messages to replay; rows with "prompt" or "turns" are asked without a replay'),
+        ({"turns": ["a", "b"]}, "has no messages to replay"),
         ({"messages": [MESSAGES[1], {"role": "assistant", "content": "\ud800"}]}, "half of a surrogate pair"),
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools.0.function is missing"),
     ],

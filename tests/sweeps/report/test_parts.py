@@ -100,6 +100,15 @@ def test_table_has_changes_what_could_be_shown_and_where_speculation_pays(tmp_pa
         assert all(f">{label}<" in svg for label in ("512", "1k", "16k", "accept length", "speedup at 2 requests"))
 
 
+def test_verdict_does_not_reach_over_a_length_without_one(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    part(tmp_path / "d", [15, 15.2, 14.9], lambda index: 20, input_len=2048)
+    for path in (tmp_path / "b").glob("ngram/c2/r*/record.json"):
+        path.unlink()
+    text, _ = write_parts(tmp_path)
+    assert "| pays 512, not measured 1024, pays 2048, loses 16384 |" in text
+
+
 def test_brief_plot_has_one_concurrency(tmp_path: Path) -> None:
     lengths(tmp_path)
     found = load_parts(tmp_path)
