@@ -41,6 +41,7 @@ MODES = {"on": True, "off": False}
 _AXES = {"input_len": "input tokens", THINKING: THINKING, "scramble": "scramble", RATE: "request rate"}
 EVERY_POINT = "Every point:"  # the short tables end here
 NOT_MEASURED = "not measured"  # in place of a verdict
+MOST_DETECTABLE = 10  # as a gain: larger ones are no numbers to compare with
 _ORDER = ("on", "off", "none", "shuffled", "random")
 
 
@@ -315,8 +316,10 @@ def verdicts_text(found: dict[str, dict[tuple[Any, ...], Speedup]], place: tuple
 
 
 def share_text(value: float | None) -> str:
-    """A detectable gain as a percentage."""
-    return "-" if value is None or value != value else f"{100 * value:.1f}%"
+    """A detectable gain as a percentage, which two repeats can make as large as one likes."""
+    if value is None or value != value:
+        return "-"
+    return f"{100 * value:.1f}%" if value <= MOST_DETECTABLE else f"over {100 * MOST_DETECTABLE}%"
 
 
 def _csv(axis: str, changes: list[PartAcceptance]) -> str:

@@ -100,6 +100,12 @@ def test_table_has_changes_what_could_be_shown_and_where_speculation_pays(tmp_pa
         assert all(f">{label}<" in svg for label in ("512", "1k", "16k", "accept length", "speedup at 2 requests"))
 
 
+def test_gain_that_tells_nothing_is_no_number(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    part(tmp_path / "d", [1, 1000], lambda index: 20, input_len=2048)
+    assert re.search(r"\| over 1000% +\|", write_parts(tmp_path)[0])
+
+
 def test_verdict_does_not_reach_over_a_length_without_one(tmp_path: Path) -> None:
     lengths(tmp_path)
     part(tmp_path / "d", [15, 15.2, 14.9], lambda index: 20, input_len=2048)
