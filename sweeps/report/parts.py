@@ -28,10 +28,10 @@ from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.records.verdicts import Speedup
 from specbatch.sweeps.report.acceptance import AcceptChange, accept_change
 from specbatch.sweeps.report.across import across_markdown
-from specbatch.sweeps.report.groups import DETECTABLE
 from specbatch.sweeps.report.heading import about, heading
 from specbatch.sweeps.report.point_notes import failed, left_out, simulated
 from specbatch.sweeps.report.points import POINT, SWEEP, bases, gains_of, load_records, points_of, speedups_of
+from specbatch.sweeps.report.sentences import DETECTABLE, share_text
 from specbatch.sweeps.report.tables import as_json, decision, table
 
 THINKING, MODEL, RATE = "thinking", "model", "request_rate"
@@ -309,11 +309,6 @@ def verdicts_text(found: dict[str, dict[tuple[Any, ...], Speedup]], place: tuple
         labels = [label for label, _ in group]
         texts.append(f"{verdict} {labels[0]}{f'-{labels[-1]}' if len(labels) > 1 else ''}")
     return ", ".join(texts) or "-"
-
-
-def share_text(value: float | None) -> str:
-    """A detectable gain as a percentage."""
-    return "-" if value is None or value != value else f"{100 * value:.1f}%"
 
 
 def _csv(axis: str, changes: list[PartAcceptance]) -> str:
