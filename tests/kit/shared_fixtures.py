@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import crossed
@@ -28,23 +29,36 @@ from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.models.formats.format import Format
 from specbatch.records import low_acceptance
 from specbatch.text import chat_template
+from specbatch.weights import known_models
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
 
 # No test sees whether a file survives a power failure, and a disk takes milliseconds for each of thousands of files.
 os.fsync = os.fstat  # type: ignore[assignment]  # which refuses a closed file, too
 
+# The bundled model is read whole at each opening to check it; a file that was not written since has the same hash.
+_hash, _of_state = known_models.file_hash, cache(lambda path, *_: _hash(path))
+
+
+def _hash_once(path: Path) -> str:
+    state = path.stat()
+    return _of_state(path, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+
+
+known_models.file_hash = _hash_once
+
 # Without a GPU, `torch.manual_seed` keeps a stack trace for each device that might come.
 _seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 settings.register_profile(
-    "specbatch",
+    "whole",
+    max_examples=40,
     deadline=None,
     derandomize=True,
-    max_examples=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-settings.load_profile("specbatch")
+settings.register_profile("quick", settings.get_profile("whole"), max_examples=20)
+settings.load_profile("whole")
 
 # The runner makes all commands and their options again for each call, which takes longer than most of the calls.
 typer.main.get_command = typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
@@ -53,6 +67,7 @@ typer.main.get_command = typer.testing._get_command = cache(get_command)  # type
 def pytest_configure(config: pytest.Config) -> None:
     """Cases that are not run need not be made: there are some forty thousand."""
     crossed.only_quick = lossless.only_quick = config.option.markexpr == "not slow"
+    settings.load_profile("quick" if crossed.only_quick else "whole")
 
 
 @pytest.hookimpl(tryfirst=True)

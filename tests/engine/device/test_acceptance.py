@@ -17,7 +17,8 @@ import torch
 from chi_square import distance_ratio, smallest_p_value
 from crossed import first_quick
 from exact_acceptance import Rule, Text, Toy, lattice_of, mutant, sampling_of
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch.core import sampling as sampling_module
@@ -401,7 +402,7 @@ def one_hot(drafts: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(drafts, vocabulary).float()
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(case=batches(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_greedy_matches_a_plain_loop(
     case: tuple[list[list[list[float]]], list[list[int]], list[int]], dtype: torch.dtype
