@@ -45,6 +45,9 @@ REPEATED += (
     "eagle3-corpus",
     "mtp-layers-auto",
     "dspark-block-auto",
+    "dflash2-tree",
+    "domino-tree",
+    "xpress-tree",
 )
 
 NEW, LONGER = 8, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
