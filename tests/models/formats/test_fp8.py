@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import CPU, devices, logits
+from quantized_models import CPU, logits, on_devices
 from safetensors.torch import load_file, save_file
 from uncached import decoder_of
 
@@ -153,8 +153,7 @@ def linear_types(model: Decoder) -> set[type]:
     return {type(item) for item in items if isinstance(item, Linear)} | experts
 
 
-@devices
-@pytest.mark.parametrize("case", CASES)
+@on_devices(("case",), CASES)
 def test_fp8_model_matches_dequantized_model(
     case: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:
