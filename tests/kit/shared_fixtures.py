@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -227,6 +228,25 @@ def fake_ray(use_packages: Callable[[Mapping[str, object]], None]) -> FakeRay:
     found = FakeRay()
     use_packages({"ray": found})
     return found
+
+
+@pytest.fixture(scope="session")
+def _tasks_are_parsed_once() -> Generator[None]:
+    """For tests of evaluations: each finds its task among definitions of lm-eval that no test changes."""
+    from lm_eval.tasks import _index
+
+    load, folder = _index.load_yaml, Path(_index.__file__).parent
+
+    @cache
+    def loaded(path: Path, **how: bool) -> bytes:
+        return pickle.dumps(load(path, **how))
+
+    def load_once(path: Path, **how: bool) -> Any:
+        return pickle.loads(loaded(path, **how)) if folder in path.parents else load(path, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_index, "load_yaml", load_once)
+        yield
 
 
 @pytest.fixture
