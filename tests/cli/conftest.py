@@ -34,7 +34,7 @@ SMALL_SWEEP = ("--device", "cpu", "--input-len", 6, "--output-len", 5, "--prompt
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _parsed(_tasks_are_parsed_once: None) -> None: ...
+def _read_once(_tasks_are_read_once: None) -> None: ...
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,7 +35,7 @@ Reply = Callable[[str], str]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _parsed(_tasks_are_parsed_once: None) -> None: ...
+def _read_once(_tasks_are_read_once: None) -> None: ...
 
 
 @pytest.fixture(autouse=True)

@@ -231,11 +231,14 @@ def fake_ray(use_packages: Callable[[Mapping[str, object]], None]) -> FakeRay:
 
 
 @pytest.fixture(scope="session")
-def _tasks_are_parsed_once() -> Generator[None]:
-    """For tests of evaluations: each finds its task among definitions of lm-eval that no test changes."""
+def _tasks_are_read_once() -> Generator[None]:
+    """For tests of evaluations: each finds its task among definitions of lm-eval that no test changes, and converts
+    the bundled rows, which are more than a test would make."""
+    import datasets
     from lm_eval.tasks import _index
 
-    load, folder = _index.load_yaml, Path(_index.__file__).parent
+    load, folder, convert = _index.load_yaml, Path(_index.__file__).parent, datasets.Dataset.from_list
+    converted: dict[int, tuple[list[Any], Any]] = {}
 
     @cache
     def loaded(path: Path, **how: bool) -> bytes:
@@ -244,8 +247,16 @@ def _tasks_are_parsed_once() -> Generator[None]:
     def load_once(path: Path, **how: bool) -> Any:
         return pickle.loads(loaded(path, **how)) if folder in path.parents else load(path, **how)
 
+    def convert_once(rows: list[Any], *how: Any) -> Any:
+        if how or len(rows) < 1000:
+            return convert(rows, *how)
+        if id(rows) not in converted:
+            converted[id(rows)] = rows, convert(rows)
+        return converted[id(rows)][1]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_index, "load_yaml", load_once)
+        patch.setattr(datasets.Dataset, "from_list", convert_once)
         yield
 
 
