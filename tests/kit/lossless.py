@@ -50,7 +50,7 @@ REPEATED += (
     "xpress-tree",
 )
 
-NEW, LONGER = 8, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
+NEW, LONGER = 6, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 _SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},
