@@ -184,6 +184,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time of a report."""
     monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])
+    monkeypatch.setattr("specbatch.sweeps.report.context_plot.context_plot", lambda *_, **__: "<svg/>")
 
 
 @pytest.fixture
