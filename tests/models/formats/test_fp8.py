@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from crossed import crossed
 from quantized_models import CPU, logits, on_devices
 from safetensors.torch import load_file, save_file
 from uncached import decoder_of
@@ -187,15 +188,17 @@ def write_head(folder: Path, unquantized: set[str]) -> tuple[MtpConfig, dict[str
     return config, meant
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
 @pytest.mark.parametrize(
-    ("case", "changes", "unquantized", "joined"),
-    [
-        ("next", {}, {"mtp.fc.weight"}, False),  # as it is published
-        ("next", {"hidden_size": 256}, set(), True),
-        ("qwen3.5", {}, set(), False),  # halves of 160 columns
-        ("qwen3.5", {}, {f"mtp.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}, False),
-    ],
+    ("case", "changes", "unquantized", "joined", "keeps"),
+    crossed(
+        [
+            ("next", {}, {"mtp.fc.weight"}, False),  # as it is published
+            ("next", {"hidden_size": 256}, set(), True),
+            ("qwen3.5", {}, set(), False),  # halves of 160 columns
+            ("qwen3.5", {}, {f"mtp.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}, False),
+        ],
+        [False, True],
+    ),
 )
 def test_fp8_mtp_head_matches_dequantized_head(
     case: str,
