@@ -201,7 +201,7 @@ def bytes_of(*texts: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "skips"), crossed(_BACKENDS, [True, False]))
-@examples(60)
+@examples(60, quick=60)  # rare tokens
 @given(st.data())
 def test_text_of_growing_tokens_is_that_of_all(name: str, skips: bool, data: st.DataObject) -> None:
     tokens = data.draw(token_lists(name))
