@@ -28,10 +28,10 @@ from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.records.verdicts import Speedup
 from specbatch.sweeps.report.acceptance import AcceptChange, accept_change
 from specbatch.sweeps.report.across import across_markdown
-from specbatch.sweeps.report.groups import DETECTABLE
 from specbatch.sweeps.report.heading import about, heading
 from specbatch.sweeps.report.point_notes import failed, left_out, simulated
 from specbatch.sweeps.report.points import POINT, SWEEP, bases, gains_of, load_records, points_of, speedups_of
+from specbatch.sweeps.report.sentences import DETECTABLE, share_text
 from specbatch.sweeps.report.tables import as_json, decision, table
 
 THINKING, MODEL, RATE = "thinking", "model", "request_rate"
@@ -41,7 +41,6 @@ MODES = {"on": True, "off": False}
 _AXES = {"input_len": "input tokens", THINKING: THINKING, "scramble": "scramble", RATE: "request rate"}
 EVERY_POINT = "Every point:"  # the short tables end here
 NOT_MEASURED = "not measured"  # in place of a verdict
-MOST_DETECTABLE = 10  # as a gain: larger ones are no numbers to compare with
 _ORDER = ("on", "off", "none", "shuffled", "random")
 
 
@@ -313,13 +312,6 @@ def verdicts_text(found: dict[str, dict[tuple[Any, ...], Speedup]], place: tuple
         labels = [label for label, _ in group]
         texts.append(f"{verdict} {labels[0]}{f'-{labels[-1]}' if len(labels) > 1 else ''}")
     return ", ".join(texts)
-
-
-def share_text(value: float | None) -> str:
-    """A detectable gain as a percentage, which two repeats can make as large as one likes."""
-    if value is None or value != value:
-        return "-"
-    return f"{100 * value:.1f}%" if value <= MOST_DETECTABLE else f"over {100 * MOST_DETECTABLE}%"
 
 
 def _csv(axis: str, changes: list[PartAcceptance]) -> str:

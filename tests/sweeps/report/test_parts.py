@@ -126,6 +126,7 @@ def test_brief_plot_has_one_concurrency(tmp_path: Path) -> None:
     assert "speedup at 4 requests" not in files["plots/context-brief.svg"]
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_short_tables_have_a_column_for_each_part(tmp_path: Path) -> None:
     lengths(tmp_path)
     short, _, long = write_parts(tmp_path)[0].partition(EVERY_POINT)
@@ -156,6 +157,7 @@ def test_published_plots_are_remade_from_records(tmp_path: Path, monkeypatch: py
     assert not remake.is_same(plot.read_text(), moved)
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_unfinished_part_is_named(tmp_path: Path) -> None:
     lengths(tmp_path)
     next((tmp_path / "c").glob("ngram/c2/r3/record.json")).unlink()
@@ -177,6 +179,7 @@ def test_no_part_is_left_out(tmp_path: Path) -> None:
     assert load_parts(tmp_path / "seeds") is None, "a and b have the same length, and differ in something else"
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_failures_are_named(tmp_path: Path) -> None:
     lengths(tmp_path)
     for path in (tmp_path / "c").glob("*/c2/r*/record.json"):
@@ -189,6 +192,7 @@ def test_failures_are_named(tmp_path: Path) -> None:
     assert "* FAILED: input tokens 16384: ngram at concurrency 2, repeat 1, and 2 other points: out of memory\n" in text
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_what_was_simulated_is_said_below_the_common_table(tmp_path: Path) -> None:
     lengths(tmp_path)
     assert "SIMULATED" not in write_parts(tmp_path)[0]
