@@ -138,7 +138,7 @@ def test_script_writes_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / "packages" / name).mkdir(parents=True)
         for number in range(count):
             (tmp_path / "packages" / name / f"f{number}.py").write_text(f"value = {number}\n" * 60)
-    out = tmp_path / "made.jsonl"
+    out = tmp_path / "new/made.jsonl"
     script = Path(__file__).parents[2] / "docs/grids/agent_replay.py"
     monkeypatch.setattr(
         sys, "argv", [str(script), str(tmp_path / "packages"), "--turns", "4", "--out", str(out), *words]
