@@ -53,4 +53,9 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """Nor at the end, when pytest has it look for exceptions that were not raised: a second of each worker's."""
+    gc.freeze()
+
+
 atexit.register(gc.unfreeze)  # else bindings report at the end that their objects are still there

@@ -103,6 +103,7 @@ def main() -> None:
     ][: given.conversations]
     if not rows:
         parser.error(f"no folder in {given.folder} has {given.turns - 2} Python files; use fewer --turns")
+    given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text("".join(json.dumps(row) + "\n" for row in rows))
     print(f"{given.out}: {len(rows)} conversations of {given.turns} turns: {', '.join(row['id'] for row in rows)}")
 

@@ -33,12 +33,13 @@ def main() -> None:
     try:
         if LongText.named(given.dataset) is None:
             parser.error(f"{given.dataset!r} is not long text; use repository:FOLDER, documents:FOLDER or many-shot")
+        given.out.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = open_checkpoint(given.model, log=print).tokenizer()
         text = Workload(given.dataset, input_len=given.tokens, window=given.window, seed=given.seed, output_len=1)
         with progress("tokenizing prompts", "prompts") as report:
             rows = text.prompts(tokenizer, given.prompts, report)
     except SpecbatchError as error:
-        parser.error(str(error))
+        parser.error(str(error).replace("input_len=", "--tokens=" if given.tokens >= given.window else "--window="))
     given.out.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))
     print(f"{given.out}: {len(rows)} prompts of {given.tokens} tokens")
 

@@ -28,7 +28,7 @@ _BESIDE = ("tools", "id", "category", SAMPLING)
 class _Recorded(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")  # named in a note
 
-    messages: list[Message] = Field(min_length=2)
+    messages: list[Message]
     tools: list[Tool] = Field(default_factory=list)
     id: str | int | None = None
     category: str | None = None
@@ -45,6 +45,10 @@ def read_replay(path: Path, setting: str = "dataset") -> list[Prompt]:
             value = parse_row(row)
             if (place := no_text_in(value)) is not None:
                 raise MalformedRowError(f"{place} {HALF_PAIR}")
+            if "messages" not in value:
+                raise MalformedRowError(
+                    'has no messages to replay; rows with "prompt" or "turns" are asked without a replay'
+                )
             found.append(_prompt(number, _Recorded.model_validate(value), unread))
         except ValidationError as error:
             raise refuse(setting, location(path, number), first_problem(error)) from None

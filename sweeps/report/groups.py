@@ -7,15 +7,15 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from specbatch.records.estimates import CONFIDENCE, POWER
+from specbatch.records.estimates import CONFIDENCE
 from specbatch.records.markdown import markdown_table
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.sweeps.report.acceptance import accept_change
 from specbatch.sweeps.report.across import LEAST, across_table
 from specbatch.sweeps.report.points import POINT, points_of
+from specbatch.sweeps.report.sentences import DETECTABLE
 
-DETECTABLE = f"detectable ({POWER:.0%} power)"
 NOTE = (
     f"Intervals are over prompts (jackknife), those of changes conversation by conversation. {DETECTABLE}: the "
     "smallest change that such an interval would have excluded with this probability."

@@ -28,10 +28,10 @@ from specbatch.records.sweep_plan import PLAN, unfinished
 from specbatch.records.verdicts import Speedup
 from specbatch.sweeps.report.acceptance import AcceptChange, accept_change
 from specbatch.sweeps.report.across import across_markdown
-from specbatch.sweeps.report.groups import DETECTABLE
 from specbatch.sweeps.report.heading import about, heading
 from specbatch.sweeps.report.point_notes import failed, left_out, simulated
 from specbatch.sweeps.report.points import POINT, SWEEP, bases, gains_of, load_records, points_of, speedups_of
+from specbatch.sweeps.report.sentences import DETECTABLE, share_text
 from specbatch.sweeps.report.tables import as_json, decision, table
 
 THINKING, MODEL, RATE = "thinking", "model", "request_rate"
@@ -40,6 +40,7 @@ MODES = {"on": True, "off": False}
 # Fields of a workload, as headings.
 _AXES = {"input_len": "input tokens", THINKING: THINKING, "scramble": "scramble", RATE: "request rate"}
 EVERY_POINT = "Every point:"  # the short tables end here
+NOT_MEASURED = "not measured"  # in place of a verdict
 _ORDER = ("on", "off", "none", "shuffled", "random")
 
 
@@ -302,18 +303,15 @@ def pays_markdown(parts: Parts) -> str:
 
 
 def verdicts_text(found: dict[str, dict[tuple[Any, ...], Speedup]], place: tuple[Any, ...]) -> str:
-    """The verdicts at a point by label: "pays 512-4096, undecided 8192, loses 16384"."""
-    known = [(label, own[place].verdict) for label, own in found.items() if place in own]
+    """The verdicts at a point by label: "pays 512-4096, not measured 8192, loses 16384"."""
+    if not any(place in own for own in found.values()):
+        return "-"
+    known = [(label, own[place].verdict if place in own else NOT_MEASURED) for label, own in found.items()]
     texts = []
     for verdict, group in groupby(known, key=lambda pair: pair[1]):
         labels = [label for label, _ in group]
         texts.append(f"{verdict} {labels[0]}{f'-{labels[-1]}' if len(labels) > 1 else ''}")
-    return ", ".join(texts) or "-"
-
-
-def share_text(value: float | None) -> str:
-    """A detectable gain as a percentage."""
-    return "-" if value is None or value != value else f"{100 * value:.1f}%"
+    return ", ".join(texts)
 
 
 def _csv(axis: str, changes: list[PartAcceptance]) -> str:

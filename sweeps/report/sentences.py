@@ -9,11 +9,14 @@ from typing import Any
 
 from specbatch.errors import listed
 from specbatch.records.bases import base_in_words
+from specbatch.records.estimates import POWER
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.verdicts import LOSES, NOT_INTERLEAVED, ONE_REPEAT, PAYS, UNDECIDED, Speedup
 from specbatch.sweeps.report.points import bases, points_of, speedups_of
 
+DETECTABLE = f"detectable ({POWER:.0%} power)"
+_MOST_DETECTABLE = 10  # as a gain: larger ones are no numbers to compare with
 _VERDICTS = {PAYS: "also pays", UNDECIDED: "is undecided", LOSES: "loses"}
 _SPEED = METRICS["output_throughput"]
 
@@ -32,7 +35,7 @@ def conclusion(speedups: Mapping[tuple[Any, ...], Speedup], bases: Mapping[str, 
             if number == concurrency
         )
         sentences.append(f"Concurrency {concurrency}, output tok/s: {parts}.")
-    return [*sentences, *_of_one_repeat(speedups.values())]
+    return [*sentences, *power_sentence(speedups.values()), *_of_one_repeat(speedups.values())]
 
 
 def _part(name: str, speedup: Speedup, base: str) -> str:
@@ -42,6 +45,20 @@ def _part(name: str, speedup: Speedup, base: str) -> str:
         return f"no difference is shown between {name} and {base} ({speedup.interval_text} times)"
     marked = f" ({speedup.verdict})" if speedup.verdict == NOT_INTERLEAVED else ""
     return f"{name} is {speedup} times {base}{marked}"
+
+
+def power_sentence(speedups: Iterable[Speedup]) -> Iterator[str]:
+    """How small a gain could have been seen; nothing where no interval is known."""
+    if least := sorted(one.detectable for one in speedups if one.detectable is not None):
+        texts = dict.fromkeys(share_text(value) for value in (least[0], least[-1]))
+        yield f"{DETECTABLE}: gains of {' to '.join(texts)}."
+
+
+def share_text(value: float | None) -> str:
+    """A detectable gain as a percentage, which two repeats can make as large as one likes."""
+    if value is None or value != value:
+        return "-"
+    return f"{100 * value:.1f}%" if value <= _MOST_DETECTABLE else f"over {100 * _MOST_DETECTABLE}%"
 
 
 def _of_one_repeat(speedups: Iterable[Speedup]) -> Iterator[str]:

@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import Protocol
 
 from specbatch.errors import refuse
+from specbatch.jobs.long_text import DOCUMENTS, MANY_SHOT, REPOSITORY
 from specbatch.jobs.prompts import FORMS, TURNS, Prompt, read_prompts
 from specbatch.jobs.questions import bundled_questions
 from specbatch.jobs.replay import read_replay
 
 LM_EVAL = "lm-eval:"
+DATASETS = (
+    f"random, gsp, gsm8k, sharegpt, {LM_EVAL}TASK, {REPOSITORY}FOLDER, {DOCUMENTS}FOLDER, {MANY_SHOT} or the path of "
+    "a .jsonl file"
+)
 
 
 class TaskReader(Protocol):
@@ -34,7 +39,7 @@ def read_dataset(
             raise refuse("dataset", dataset, "pass read_task=specbatch.evals.prompts.task_prompts")
         return read_task(dataset.removeprefix(LM_EVAL), data, as_messages=as_messages)
     if not dataset.endswith(".jsonl"):
-        raise refuse("dataset", dataset, "use random, gsp, gsm8k, sharegpt, lm-eval:TASK or the path of a .jsonl file")
+        raise refuse("dataset", dataset, f"use {DATASETS}")
     if replay:
         return read_replay(Path(dataset)), ()
     return read_prompts(Path(dataset), "dataset", (*FORMS, TURNS), takes_sampling=True), ()

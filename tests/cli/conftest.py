@@ -34,6 +34,10 @@ SMALL_SWEEP = ("--device", "cpu", "--input-len", 6, "--output-len", 5, "--prompt
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _read_once(_tasks_are_read_once: None) -> None: ...
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _cpu_is_measured_once() -> Iterator[None]:
     """Dry runs measure it, which takes most of their time."""
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,8 @@ from unittest.mock import Mock
 
 import datasets
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from examples import examples
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from specbatch.cli.generate import summary
@@ -363,7 +364,7 @@ def ids_of(line):
 
 @given(lines=LINES, cuts=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 200)), max_size=4))
 @example(lines=[b'{"prompt": "a"}', b"{", b'{"prompt": "b"}'], cuts=[(1, 3), (1, 0)])
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_rows_after_any_interruptions_are_the_valid_lines_in_order(engine, lines, cuts):
     """cuts: after how many more completions a run is interrupted, and how many bytes its file then loses."""
     config, params = EngineConfig(), SamplingParams(max_new_tokens=4)

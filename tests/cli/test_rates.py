@@ -56,7 +56,7 @@ def test_a_rate_with_a_concurrency_is_capped(run: Callable[..., Result]) -> None
     assert (work["request_rate"], work["prompts"]) == (200, 4)
 
 
-def test_a_dry_run_plans_every_rate(run: Callable[..., Result]) -> None:
+def test_a_dry_run_plans_every_rate(run: Callable[..., Result], known_speeds: None) -> None:
     command = "sweep --request-rate 0.01,inf --num-prompts 5 --input-len 8 --output-len 4"
     result = run(f"{command} --dry-run")
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in result.stdout.splitlines() if "|" in line]

@@ -82,7 +82,7 @@ REFUSED = [
     (f"{HTTP} --until-precise 2%", "--until-precise='2%': does not apply to a server, which has no baseline"),
     ("sweep --slo ttft=fast", "slo='ttft=fast': ttft takes seconds above 0, such as ttft=0.5"),
     ("sweep --prompts-per-concurrency 0", "--prompts-per-concurrency=0:"),
-    ("sweep --dataset x", "dataset='x': use random, gsp, gsm8k, sharegpt, lm-eval:TASK or the path of a .jsonl file"),
+    ("sweep --dataset x", "dataset='x': use random, gsp, gsm8k, sharegpt, lm-eval:TASK, repository:FOLDER"),
     ("sweep --dataset {tmp}/none.jsonl", "No such file"),
     ("sweep --dataset random --data {in}", "goes with the data sets gsm8k"),
     ("sweep --dataset {in}", "in.jsonl:2': not JSON", GOOD, "{"),

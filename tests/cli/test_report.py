@@ -11,7 +11,7 @@ from specbatch.records.archive import pack
 from .conftest import TINY_SWEEP
 
 
-def test_a_sweep_and_its_report(run, tmp_path):
+def test_a_sweep_and_its_report(run, tmp_path, request):
     run("sweep", "--concurrency", "1", "--configs", "baseline,v2", "--output", tmp_path / "out", *TINY_SWEEP)
     before = (tmp_path / "out/summary.md").read_text()
     result = run("report", tmp_path / "out")
@@ -22,6 +22,7 @@ def test_a_sweep_and_its_report(run, tmp_path):
     assert (tmp_path / "out/plots/ttft.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "out/plots/steps.png").exists()  # the stub counts no steps
 
+    request.getfixturevalue("no_plots")  # which take most of the time
     (line,) = run("report", tmp_path / "out", "--output", tmp_path / "new", "--json").stdout.splitlines()
     found = json.loads(line)
     assert found["report"] == str(tmp_path / "new/report.html")

@@ -26,7 +26,7 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sweep(run, text, tmp_path):
+def sweep(run, text, tmp_path, no_plots):
     words = (
         "--configs baseline,v2 --concurrency 1,2 --repeats 2 --device cpu --output-len 5 --prompts-per-concurrency 2"
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch.config.draft_shape import counts_root, shape_of
@@ -48,7 +49,7 @@ def test_missing_settings_of_a_draft_shape_are_derived(
     assert shape_of(algorithm, *expected) == expected
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     algorithm=st.sampled_from(["ngram", "standalone"]),
     given=st.tuples(*[st.none() | st.integers(1, 11) | st.sampled_from([31, 63])] * 3),

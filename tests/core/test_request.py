@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from crossed import crossed
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -91,7 +92,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=100)
+@examples(100)
 @example([2, 3, 4], [3], {"max_new_tokens": 3, "stop": ("bab",)})  # the stop is within the limit
 @example([2, 3, 4], [3], {"max_new_tokens": 2, "stop": ("bab",)})  # the stop is after the limit
 @example([2, 3, 4, 0], [4], {"stop": ("b",), "stop_token_ids": (3,), "skip_special_tokens": False})
@@ -200,7 +201,7 @@ def bytes_of(*texts: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "skips"), crossed(_BACKENDS, [True, False]))
-@settings(max_examples=60)
+@examples(60, quick=60)  # rare tokens
 @given(st.data())
 def test_text_of_growing_tokens_is_that_of_all(name: str, skips: bool, data: st.DataObject) -> None:
     tokens = data.draw(token_lists(name))
@@ -234,7 +235,7 @@ STOPS = [
 
 
 @pytest.mark.parametrize("name", ["llama 2", "byte-level"])
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_answers_and_streams_end_where_the_whole_text_has_a_stop_string(name: str, data: st.DataObject) -> None:
     """For any split into steps: in a speculative step of several tokens, those after the stop are not kept."""

@@ -9,7 +9,8 @@ from functools import cache
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch.config.draft_shape import DraftShape
@@ -105,7 +106,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, DraftShape]:
     return vocabulary, DraftShape(steps, topk, draw(st.integers(1, min(pool, 63))))
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(case=shapes(), seed=st.integers(0, 10_000))
 def test_tree_matches_a_python_search(case: tuple[int, DraftShape], seed: int) -> None:
     vocabulary, shape = case
@@ -149,7 +150,7 @@ def test_non_finite_logits_still_make_a_valid_tree(poison: float) -> None:
             assert word.bit_length() == node + 1
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(steps=st.integers(1, 6), topk=st.integers(2, 5), tokens=st.integers(1, 40), seed=st.integers(0, 10_000))
 def test_tree_of_a_block_holds_the_largest_products(steps: int, topk: int, tokens: int, seed: int) -> None:
     """Of all texts of the most likely tokens of each depth, within beams of `topk`; without that limit where no depth

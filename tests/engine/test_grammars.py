@@ -98,7 +98,7 @@ def test_schemas_on_the_host(monkeypatch: pytest.MonkeyPatch, schedule: str, gra
     fake_graphs(monkeypatch)
     late_results(monkeypatch)
     lines: list[str] = []
-    nested, flat = (SamplingParams(json_schema=item, max_new_tokens=150) for item in (NESTED, SCHEMA))
+    nested, flat = (SamplingParams(json_schema=item, max_new_tokens=90) for item in (NESTED, SCHEMA))
     how = [nested, SamplingParams(max_new_tokens=4), flat, nested]
 
     def answers(speculation: Speculation, params: list[SamplingParams]) -> list[str]:

@@ -174,7 +174,7 @@ def test_all_kinds_of_state_are_computed_again(targets: Targets, target: str, dr
     """Recurrent states, windows, features of heads, the corpus, draft lengths."""
     prompts = [[3 + (5 * index + place) % 24 for place in range(3 + 4 * index % 15)] for index in range(9)]
     prompts += [[*prompts[5], 5, 6], prompts[5]]
-    params = SamplingParams(max_new_tokens=16, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=10, ignore_eos=True)
     expected = targets.engine(target, drafter).generate(prompts, params)
     engine = targets.engine(target, drafter)
     worker, calls = engine.parts.worker, 0

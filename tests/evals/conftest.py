@@ -34,6 +34,10 @@ _MARKS = f"({'|'.join(map(re.escape, SPECIAL))})"
 Reply = Callable[[str], str]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _read_once(_tasks_are_read_once: None) -> None: ...
+
+
 @pytest.fixture(autouse=True)
 def _rows_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """lm-eval lists all rows of examples for each task, which takes a tenth of the time where they are converted

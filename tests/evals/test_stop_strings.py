@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.utils import handle_stop_sequences, postprocess_generated_text
@@ -149,7 +150,7 @@ STOPS = ["é", "。", "a", "aé", "ab", "xa", "b\n", "\n", "\n\n", "<|im_end|>",
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_scored_text_of_any_tokens(name: str, data: st.DataObject) -> None:
     """Where both end with the same token. lm-eval looks for a stop string in the text of the last few tokens. If these

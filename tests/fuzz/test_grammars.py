@@ -43,7 +43,7 @@ CHARACTERS = "()[]{}|*+?\\^$.-,0129PLdwsbBZ<>=!:\ud800é\x00\n"
 
 
 def test_schemas(fuzz: Fuzz) -> None:
-    for random in fuzz.rounds(quick=150):
+    for random in fuzz.rounds(quick=100):
         value = mutate_value(random, json.loads(json.dumps(SCHEMA)))
         try:
             SamplingParams(json_schema=random.choice((value, dump_json(value))))

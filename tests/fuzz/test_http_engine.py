@@ -81,7 +81,7 @@ def test_http_engine(fuzz: Fuzz, use_tokenizer: Callable[[object], None], monkey
     monkeypatch.setattr(http_client, "LINGER_S", TIMEOUT_S / 3)
     script = Misbehaviour()
     with misbehaving(script) as url:
-        for random in fuzz.rounds(quick=40):
+        for random in fuzz.rounds(quick=24):
             script.completion = _completion(random)
             script.models = _other(random, MODELS) if random.random() < 0.15 else None
             script.metrics = _other(random, METRICS) if random.random() < 0.3 else [head(), METRICS]

@@ -266,7 +266,7 @@ def test_random_schedules(
     fuzz: Fuzz, toy_engine: Callable[..., Engine], check_answer: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_graphs(monkeypatch)
-    for random in fuzz.rounds(quick=3):
+    for random in fuzz.rounds(quick=2):
         prefixes = [[random.randint(3, 35) for _ in range(random.randint(0, 26))] for _ in range(5)]
         prefixes += [[*prefix, *prefixes[0][:3]] for prefix in prefixes[:2]]  # and those that go on
         everything, recorded = [], []

@@ -185,19 +185,24 @@ def test_script_writes_prompts_of_one_length_and_refuses_other_data_sets(
 ) -> None:
     (tmp_path / "text/first").mkdir(parents=True)
     (tmp_path / "text/first/f.py").write_text("value = 1\n" * 60)
-    out, script = tmp_path / "made.jsonl", Path(__file__).parents[2] / "docs/grids/long_prompts.py"
+    out, script = tmp_path / "new/made.jsonl", Path(__file__).parents[2] / "docs/grids/long_prompts.py"
     words = ["--model", str(write_letters(tmp_path / "model")), "--tokens", "64", "--out", str(out), "--prompts"]
 
-    def run(dataset: str, count: str) -> None:
-        monkeypatch.setattr(sys, "argv", [str(script), dataset, *words, count])
+    def run(dataset: str, *more: str) -> None:
+        monkeypatch.setattr(sys, "argv", [str(script), dataset, *words, *more])
         runpy.run_path(str(script), run_name="__main__")
 
-    for dataset, count, said in (("gsm8k", "2", "not long text"), (f"repository:{tmp_path}/text", "99", "not 99")):
+    text = f"repository:{tmp_path}/text"
+    for dataset, more, said in (
+        ("gsm8k", "2", "not long text"),
+        (text, "99", "--tokens=64: "),
+        (text, "99 --window 65", "--window=65: "),
+    ):
         with pytest.raises(SystemExit) as ended:
-            run(dataset, count)
+            run(dataset, *more.split())
         assert ended.value.code == 2
         assert said in capsys.readouterr().err
     monkeypatch.setattr("specbatch.progress.bars.SECONDS_BETWEEN_LINES", 0.0)
-    run(f"repository:{tmp_path}/text", "2")
+    run(text, "2")
     assert "tokenizing prompts: 2/2 prompts, " in capsys.readouterr().err
     assert [len(json.loads(line)["prompt_token_ids"]) for line in out.read_text().splitlines()] == [64, 64]

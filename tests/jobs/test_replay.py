@@ -86,8 +86,11 @@ def test_every_engine_gets_the_recorded_history(write: Callable[..., Path]) -> N
     [
         ({"messages": MESSAGES[:2]}, "needs a message of the assistant, and one before it"),
         ({"messages": MESSAGES[2:]}, "needs a message of the assistant, and one before it"),
+        ({"messages": MESSAGES[:1]}, "needs a message of the assistant, and one before it"),
+        ({"messages": []}, "needs a message of the assistant, and one before it"),
         ({"messages": [MESSAGES[1], {"role": "user", "content": None}]}, "content is null or missing"),
-        ({"prompt": "text"}, "messages is missing"),
+        ({"prompt": "text"}, 'has no messages to replay; rows with "prompt" or "turns" are asked without a replay'),
+        ({"turns": ["a", "b"]}, "has no messages to replay"),
         ({"messages": [MESSAGES[1], {"role": "assistant", "content": "\ud800"}]}, "half of a surrogate pair"),
         ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools.0.function is missing"),
     ],
@@ -135,7 +138,7 @@ def test_script_writes_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / "packages" / name).mkdir(parents=True)
         for number in range(count):
             (tmp_path / "packages" / name / f"f{number}.py").write_text(f"value = {number}\n" * 60)
-    out = tmp_path / "made.jsonl"
+    out = tmp_path / "new/made.jsonl"
     script = Path(__file__).parents[2] / "docs/grids/agent_replay.py"
     monkeypatch.setattr(
         sys, "argv", [str(script), str(tmp_path / "packages"), "--turns", "4", "--out", str(out), *words]

@@ -45,9 +45,12 @@ REPEATED += (
     "eagle3-corpus",
     "mtp-layers-auto",
     "dspark-block-auto",
+    "dflash2-tree",
+    "domino-tree",
+    "xpress-tree",
 )
 
-NEW, LONGER = 8, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
+NEW, LONGER = 6, 12  # tokens; the longer for retractions, and for draft lengths drawn at random
 FEW = SamplingParams(max_new_tokens=3, ignore_eos=True)
 _SAMPLED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},

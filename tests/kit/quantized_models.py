@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,31 @@ E2B = LLAMA | {
 }  # fmt: skip
 MODELS = {"llama": LLAMA, "moe": MOE, "next": NEXT, "e2b": E2B}
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"))
+IDS = {False: "dequantized", True: "kept"}
 # Weights are dequantized at load, or kept: on a CPU as on a GPU.
 devices = pytest.mark.parametrize(
     ("device", "keeps", "bound"),
     [
-        pytest.param("cpu", False, 2e-5, id="dequantized"),
-        pytest.param("cpu", True, 2e-5, id="kept"),
+        pytest.param("cpu", False, 2e-5, id=IDS[False]),
+        pytest.param("cpu", True, 2e-5, id=IDS[True]),
         pytest.param("cuda", True, 1e-3, id="kernels", marks=NEEDS_GPU),
     ],
 )
+
+
+def on_devices(names: tuple[str, ...], cases: Iterable[Any]) -> pytest.MarkDecorator:
+    """As `devices`, for all cases of `names`. Quick: every other one dequantized, and every other one kept."""
+    return pytest.mark.parametrize((*names, "device", "keeps", "bound"), [*_on_devices(cases)])
+
+
+def _on_devices(cases: Iterable[Any]) -> Iterator[Any]:
+    for place, case in enumerate(cases):
+        values = case if isinstance(case, tuple) else (case,)
+        name = "-".join(map(str, values))
+        for number, keeps in enumerate((False, True)):
+            marks = () if place % 2 == number else (pytest.mark.slow,)
+            yield pytest.param(*values, "cpu", keeps, 2e-5, id=f"{name}-{IDS[keeps]}", marks=marks)
+        yield pytest.param(*values, "cuda", True, 1e-3, id=f"{name}-kernels", marks=NEEDS_GPU)
 
 
 def write(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import crossed
@@ -28,23 +30,36 @@ from specbatch.config.engine_config import EngineConfig, Graphs
 from specbatch.models.formats.format import Format
 from specbatch.records import low_acceptance
 from specbatch.text import chat_template
+from specbatch.weights import known_models
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].split(",")[0]))  # where a plugin imported torch earlier
 
 # No test sees whether a file survives a power failure, and a disk takes milliseconds for each of thousands of files.
 os.fsync = os.fstat  # type: ignore[assignment]  # which refuses a closed file, too
 
+# The bundled model is read whole at each opening to check it; a file that was not written since has the same hash.
+_hash, _of_state = known_models.file_hash, cache(lambda path, *_: _hash(path))
+
+
+def _hash_once(path: Path) -> str:
+    state = path.stat()
+    return _of_state(path, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
+
+
+known_models.file_hash = _hash_once
+
 # Without a GPU, `torch.manual_seed` keeps a stack trace for each device that might come.
 _seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 
 settings.register_profile(
-    "specbatch",
+    "whole",
+    max_examples=40,
     deadline=None,
     derandomize=True,
-    max_examples=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-settings.load_profile("specbatch")
+settings.register_profile("quick", settings.get_profile("whole"), max_examples=20)
+settings.load_profile("whole")
 
 # The runner makes all commands and their options again for each call, which takes longer than most of the calls.
 typer.main.get_command = typer.testing._get_command = cache(get_command)  # type: ignore[attr-defined]
@@ -53,6 +68,7 @@ typer.main.get_command = typer.testing._get_command = cache(get_command)  # type
 def pytest_configure(config: pytest.Config) -> None:
     """Cases that are not run need not be made: there are some forty thousand."""
     crossed.only_quick = lossless.only_quick = config.option.markexpr == "not slow"
+    settings.load_profile("quick" if crossed.only_quick else "whole")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -168,6 +184,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Targets:
 def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time of a report."""
     monkeypatch.setattr("specbatch.sweeps.report.report.draw_all", lambda records: [])
+    monkeypatch.setattr("specbatch.sweeps.report.context_plot.context_plot", lambda *_, **__: "<svg/>")
 
 
 @pytest.fixture
@@ -212,6 +229,36 @@ def fake_ray(use_packages: Callable[[Mapping[str, object]], None]) -> FakeRay:
     found = FakeRay()
     use_packages({"ray": found})
     return found
+
+
+@pytest.fixture(scope="session")
+def _tasks_are_read_once() -> Generator[None]:
+    """For tests of evaluations: each finds its task among definitions of lm-eval that no test changes, and converts
+    the bundled rows, which are more than a test would make."""
+    import datasets
+    from lm_eval.tasks import _index
+
+    load, folder, convert = _index.load_yaml, Path(_index.__file__).parent, datasets.Dataset.from_list
+    converted: dict[int, tuple[list[Any], Any]] = {}
+
+    @cache
+    def loaded(path: Path, **how: bool) -> bytes:
+        return pickle.dumps(load(path, **how))
+
+    def load_once(path: Path, **how: bool) -> Any:
+        return pickle.loads(loaded(path, **how)) if folder in path.parents else load(path, **how)
+
+    def convert_once(rows: list[Any], *how: Any) -> Any:
+        if how or len(rows) < 1000:
+            return convert(rows, *how)
+        if id(rows) not in converted:
+            converted[id(rows)] = rows, convert(rows)
+        return converted[id(rows)][1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_index, "load_yaml", load_once)
+        patch.setattr(datasets.Dataset, "from_list", convert_once)
+        yield
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import pickle
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -60,6 +61,14 @@ def swept(
     **work: Any,
 ) -> RunRecord:
     """One point. device: has it device clocks?"""
+    made: RunRecord = pickle.loads(_pickled(configuration, concurrency, repeat, device, simulate, seed))
+    return replace(made, workload=made.workload | work)
+
+
+@cache
+def _pickled(
+    configuration: str, concurrency: int, repeat: int, device: bool, simulate: float | None, seed: int
+) -> bytes:
     random = Random(f"{configuration} {concurrency} {repeat} {seed}")
     drafts = 0 if configuration == "baseline" else DRAFTS
     spec = Speculation()
@@ -84,16 +93,17 @@ def swept(
         "output_sha256": "same", "configuration": configuration, "repeat": repeat,
         "concurrency": concurrency, "request_rate": None, "place": [*ORDER, configuration].index(configuration),
     }  # fmt: skip
-    return RunRecord(
+    record = RunRecord(
         config=asdict(EngineConfig(speculation=spec, graphs=Graphs(decode="off", prefill="off"))),
         caps=CAPS | {"device": "cuda:0" if device else "cpu", "dtype": "float32"},
         metrics=metrics,
         counters=counters,
         requests=[one.as_row() for one in done],
-        workload=workload | work,
+        workload=workload,
         versions=dict(_versions()),
         created="2026-01-02T03:04:05+00:00",
     )
+    return pickle.dumps(record)
 
 
 def saved(folder: Path, *records: RunRecord) -> Path:

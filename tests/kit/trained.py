@@ -38,6 +38,9 @@ class Trained(NamedTuple):
     loss_falls_to: float = 0.5
 
 
+# Quick tests train these to make their files only: of each, another test has its loss by the formula and its gradients.
+FILES_ONLY = ("dflash2", "domino", "lilicorr", "xpress")
+
 TRAINED = {
     "eagle": Trained(
         {"unroll": 3, "draft_layers": 2},

@@ -94,7 +94,7 @@ def test_drafts_know_what_is_added_to_logits(
     case = Case(drafter, "v2", "both", "roomy", "llama")
     engine = targets.engine("llama", drafter, "v2", dtype="float32", **case.settings())
     params = SamplingParams(
-        max_new_tokens=25, ignore_eos=True, logit_bias={5: 100, 6: 100}, bad_words=("F",), temperature=temperature
+        max_new_tokens=13, ignore_eos=True, logit_bias={5: 100, 6: 100}, bad_words=("F",), temperature=temperature
     )
     for one in engine.generate(targets.prompts("llama")[:2], params):
         assert set(one.token_ids) == {Letters().encode("E")[0]}

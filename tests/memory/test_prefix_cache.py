@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -130,7 +130,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCache = CacheMachine.TestCase
-TestPrefixCache.settings = settings(max_examples=40, stateful_step_count=40)
+TestPrefixCache.settings = examples(40, stateful_step_count=40)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+from examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -166,7 +166,7 @@ class StateCacheMachine(RuleBasedStateMachine):
 
 
 TestStateCache = StateCacheMachine.TestCase
-TestStateCache.settings = settings(max_examples=60, stateful_step_count=40)
+TestStateCache.settings = examples(60, stateful_step_count=40)
 
 
 def test_long_chunked_prompt_evicts_one_state_only() -> None:

@@ -8,7 +8,8 @@ from math import comb
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from made_runs import make_report
 
@@ -94,7 +95,7 @@ def chance(n: int, lose: float, gain: float, alpha: float) -> float:
     return total
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(st.integers(1, 16), st.floats(0, 0.3), st.floats(0, 0.4), st.sampled_from([0.01, 0.05, 0.2]))
 def test_power_matches_enumeration(n, churn, drop, alpha):
     assert found_with(n, churn, drop, alpha=alpha) == pytest.approx(chance(n, churn + drop, churn, alpha), abs=1e-9)

@@ -36,8 +36,8 @@ CONFIG = EngineConfig(
     model="toy", load_format="dummy", device="cpu", max_model_len=96, max_running=4, page_size=4,
     speculation=Speculation("ngram", "v2", ngram_min=1), memory_fraction=0.1,
 )  # fmt: skip
-PROMPTS = [f"prompt {number}" * (1 + number % 3) for number in range(24)]
-SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.8, ignore_eos=True)
+PROMPTS = [f"prompt {number}" * (1 + number % 3) for number in range(16)]
+SAMPLED = SamplingParams(max_new_tokens=8, temperature=0.8, ignore_eos=True)
 PAIRS = [([1, 2, 3 + number % 7], [4, 5 + number]) for number in range(150)]
 
 Answers = list[tuple[Any, ...]]
@@ -69,7 +69,7 @@ def test_tokens_scores_and_counts_are_those_of_one_engine(one: Engine, count: in
     engine, _ = replicas(count)
     with engine:
         several = replace(SAMPLED, n=3, seed=5, logprobs=True)
-        runs = ((24, SAMPLED, None), (9, several, 5), (5, SamplingParams(max_new_tokens=5), 1))
+        runs = ((len(PROMPTS), SAMPLED, None), (9, several, 5), (5, SamplingParams(max_new_tokens=5), 1))
         for prompts, params, concurrency in runs:
             one.reset_record()
             engine.reset_record()
@@ -243,7 +243,7 @@ def test_prompts_of_a_replica_that_ends_run_again(wanted: Answers) -> None:
     starter = ThreadReplicas(2, spoil=kill)
     with DataParallelEngine(replace(CONFIG, data_parallel=2), starter=starter, log=lines.append) as engine:
         seen = [event.index for event in engine.stream(PROMPTS, SAMPLED)]
-        assert sorted(seen) == list(range(24))
+        assert sorted(seen) == list(range(len(PROMPTS)))
         assert engine.record().counters["replaced_replicas"] == 2
         assert tokens(engine.generate(PROMPTS, SAMPLED)) == wanted
     assert "replica 0 ended (killed); starting another" in lines

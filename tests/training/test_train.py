@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from crossed import first_quick
+from crossed import first_quick, slow_but
 from safetensors.torch import load_file
-from trained import TRAINED
+from trained import FILES_ONLY, TRAINED
 
 from specbatch.algorithms import ALGORITHMS
 from specbatch.errors import SpecbatchError
@@ -27,7 +27,7 @@ from specbatch.training.trainer import FLOOR, rate
 from .conftest import LR, STEPS
 
 
-@pytest.mark.parametrize("algorithm", HEADS)
+@pytest.mark.parametrize("algorithm", slow_but({*HEADS} - {*FILES_ONLY}, HEADS))
 def test_trained_head_beats_an_untrained_one(trained, algorithm):
     record = trained[algorithm][1]
     history = record["history"]

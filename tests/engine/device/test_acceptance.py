@@ -17,7 +17,8 @@ import torch
 from chi_square import distance_ratio, smallest_p_value
 from crossed import first_quick
 from exact_acceptance import Rule, Text, Toy, lattice_of, mutant, sampling_of
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch.core import sampling as sampling_module
@@ -293,7 +294,7 @@ SETTINGS = [  # temperature, top_k, top_p, min_p
 @pytest.mark.parametrize("drafts_by", first_quick(2, ["sampling", "block", "argmax", "nothing"]))
 def test_tokens_follow_the_target_in_a_batch_of_all_settings(drafts_by: str) -> None:
     rule, drafts_by = (by_block, "sampling") if drafts_by == "block" else (accept_ref, drafts_by)
-    names, count = ("temperature", "top_k", "top_p", "min_p"), 12_000
+    names, count = ("temperature", "top_k", "top_p", "min_p"), 6_000
     columns = {name: torch.tensor([row[n] for row in SETTINGS]).repeat(count) for n, name in enumerate(names)}
     tokens = generate(rule, sampling_of(count * len(SETTINGS), **columns), drafts_by=drafts_by)
     for index, setting in enumerate(SETTINGS):
@@ -401,7 +402,7 @@ def one_hot(drafts: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(drafts, vocabulary).float()
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(case=batches(), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_greedy_matches_a_plain_loop(
     case: tuple[list[list[list[float]]], list[list[int]], list[int]], dtype: torch.dtype

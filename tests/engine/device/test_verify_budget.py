@@ -15,7 +15,8 @@ import pytest
 import torch
 from crossed import first_quick
 from exact_acceptance import Text, Toy, lattice_of, sampling_of
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from watched_calls import Watch
 
@@ -37,7 +38,7 @@ Confidence = Callable[[int, Text], float]  # of a request's last draft, given al
 # -- policy -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_no_other_division_of_the_rows_has_a_larger_expectation(data: st.DataObject) -> None:
     batch, most = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))

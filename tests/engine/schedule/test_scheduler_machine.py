@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hypothesis import settings
+from examples import examples
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduled import STOP
@@ -352,4 +352,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestScheduler = Machine.TestCase
-TestScheduler.settings = settings(max_examples=25, stateful_step_count=40)
+TestScheduler.settings = examples(25, stateful_step_count=40)

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 from crossed import slow_but
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from simulated_budgets import Loop, chooser
 
@@ -63,7 +64,7 @@ def test_padding_takes_rows_and_leaves_its_drafts_to_others() -> None:
     assert eager._expected[8] == pytest.approx([0.25, 0.5, 0.75])
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=2), min_size=4, max_size=4))
 def test_the_choice_follows_from_the_values_before_it_alone(later: list[list[float]]) -> None:
     """What a step shows after a choice does not change it, whatever it is, and is known to the next one."""

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specbatch.kernels.drafting import corpus
@@ -84,7 +85,7 @@ def empty(size: int, shortest: int, running: torch.Tensor | None = None, table: 
     return index._replace(newest=torch.full((3, table), -1, dtype=torch.int32))
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60)
 @given(case=cases(), count=st.integers(1, 6))
 def test_drafts_are_those_of_a_plain_search(case: Case, count: int) -> None:
     index, search, written = empty(case.size, case.shortest), Search(case.shortest), 0
@@ -121,7 +122,7 @@ def check(result: Drafts, texts: list[list[int]], expected: list[list[int]]) -> 
     assert drafts.tolist() == [text if after else [99] * count for text, after in zip(padded, expected, strict=True)]
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@examples(30)
 @given(data=st.data())
 def test_running_requests_draft_from_each_other(data: st.DataObject) -> None:
     """Rows that grow by some tokens at a time. Where rows are used again, chains of places may be cut."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from ngram_search import continuations
 
@@ -20,7 +21,7 @@ def cases(draw: st.DrawFn) -> tuple[list[list[int]], int, int, int, list[int]]:
     return rows, draw(st.integers(shortest, 16)), shortest, draw(st.integers(1, 9)), garbage
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100)
 @given(case=cases(), texts=st.integers(1, 5))
 def test_matches_plain_python_search(case: tuple[list[list[int]], int, int, int, list[int]], texts: int) -> None:
     rows, longest, shortest, count, garbage = case
@@ -36,7 +37,7 @@ def test_matches_plain_python_search(case: tuple[list[list[int]], int, int, int,
         assert drafts[index].tolist() == expected + [[row[-1]] * count] * (texts - len(expected))
 
 
-@settings(deadline=None, derandomize=True, max_examples=50)
+@examples(50)
 @given(data=st.data())
 def test_tree_merges_common_prefixes(data: st.DataObject) -> None:
     """Every node is a distinct prefix of some text; the first ones in the order of the texts are kept."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from crossed import slow_but
+from examples import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -150,7 +151,7 @@ def of(temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[torc
     return torch.tensor([temperature]), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
 
 
-@settings(STEADY, max_examples=150)
+@examples(150)
 @given(row=ROW)
 def test_filtered_distribution_matches_float64(row: tuple[list[float], float, int, float, float]) -> None:
     logits, *parameters = row

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 from crossed import first_quick
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("triton")
@@ -79,7 +80,7 @@ def test_spend_is_the_reference(
     step.spend(total, is_sampled=is_sampled)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_any_total_is_spent_as_by_the_reference(data: st.DataObject, device: torch.device) -> None:
     batch, most = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))

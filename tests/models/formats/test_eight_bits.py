@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from crossed import slow_but
+from crossed import crossed, slow_but
 from quantized_models import check_model, devices
 from quantized_weights import MORE, Stored, forms_of, words
 
@@ -24,20 +24,19 @@ def test_model_matches_dequantized_model(
     check_model(tmp_path, model, *MORE[form], stay_quantized, device, keeps, bound)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (-1,)])
-def test_scales_and_zero_points_of_a_whole_matrix(packed: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("packed", "shape"), crossed([False, True], [[], [1], [1, 1], [-1]]))
+def test_scales_and_zero_points_of_a_whole_matrix(packed: bool, shape: list[int], tmp_path: Path) -> None:
     """One for the matrix, or one per output in one dimension; zero points are packed otherwise and not stored so."""
 
     def store(name: str, weight: torch.Tensor) -> tuple[Stored, torch.Tensor]:
         scale, zero = torch.full((len(weight), 1), 0.01), torch.full((len(weight), 1), 0 if packed else -3)
         values = (weight / scale + zero).round().clamp(-128, 127).int()
-        stored = slice(None) if shape == (-1,) else slice(1)
+        stored = slice(None) if shape == [-1] else slice(1)
         found = {f"{name}_packed": words(values + 128, (0, 1, 2, 3))} if packed else {name: values.to(torch.int8)}
         found |= {} if packed else {f"{name}_zero_point": zero[stored].to(torch.int8).reshape(shape)}
         return found | {f"{name}_scale": scale[stored].reshape(shape)}, (values - zero) * scale
 
-    weights = {"type": "int", "num_bits": 8, "strategy": "channel" if shape == (-1,) else "tensor", "symmetric": packed}
+    weights = {"type": "int", "num_bits": 8, "strategy": "channel" if shape == [-1] else "tensor", "symmetric": packed}
     group = {"targets": ["Linear"], "weights": weights, "format": "pack-quantized" if packed else "int-quantized"}
     described = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
     check_model(tmp_path, "llama", described, store, lambda keeps: None, "cpu", True, 2e-5)

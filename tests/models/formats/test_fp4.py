@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
-from quantized_models import check_model, devices
+from quantized_models import check_model, on_devices
 from quantized_weights import MORE, forms_of
 
 from specbatch.models.formats.fp4 import Mxfp4Matrices, Nvfp4Weights
@@ -16,8 +15,7 @@ FORMS = [*forms_of(Nvfp4Weights), *forms_of(Mxfp4Matrices)]
 EVERY = [*(("llama", form) for form in FORMS), ("moe", "NVFP4 of ModelOpt"), ("next", "NVFP4A16"), ("e2b", "MXFP4A16")]
 
 
-@devices
-@pytest.mark.parametrize(("model", "form"), EVERY)
+@on_devices(("model", "form"), EVERY)
 def test_model_matches_dequantized_model(
     model: str, form: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import CPU, devices, logits
+from crossed import crossed
+from quantized_models import CPU, logits, on_devices
 from safetensors.torch import load_file, save_file
 from uncached import decoder_of
 
@@ -153,8 +154,7 @@ def linear_types(model: Decoder) -> set[type]:
     return {type(item) for item in items if isinstance(item, Linear)} | experts
 
 
-@devices
-@pytest.mark.parametrize("case", CASES)
+@on_devices(("case",), CASES)
 def test_fp8_model_matches_dequantized_model(
     case: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:
@@ -188,15 +188,17 @@ def write_head(folder: Path, unquantized: set[str]) -> tuple[MtpConfig, dict[str
     return config, meant
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized", "kept"])
 @pytest.mark.parametrize(
-    ("case", "changes", "unquantized", "joined"),
-    [
-        ("next", {}, {"mtp.fc.weight"}, False),  # as it is published
-        ("next", {"hidden_size": 256}, set(), True),
-        ("qwen3.5", {}, set(), False),  # halves of 160 columns
-        ("qwen3.5", {}, {f"mtp.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}, False),
-    ],
+    ("case", "changes", "unquantized", "joined", "keeps"),
+    crossed(
+        [
+            ("next", {}, {"mtp.fc.weight"}, False),  # as it is published
+            ("next", {"hidden_size": 256}, set(), True),
+            ("qwen3.5", {}, set(), False),  # halves of 160 columns
+            ("qwen3.5", {}, {f"mtp.layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}, False),
+        ],
+        [False, True],
+    ),
 )
 def test_fp8_mtp_head_matches_dequantized_head(
     case: str,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import CPU, LLAMA, change, check_model, devices, load, write
+from quantized_models import CPU, LLAMA, change, check_model, load, on_devices, write
 from quantized_weights import FORMATS, forms_of
 
 from specbatch.errors import SpecbatchError
@@ -22,8 +22,7 @@ EVERY = [*(("llama", form) for form in forms_of(FP8Weights)), *(("moe", form) fo
 EVERY += [("next", "channel"), ("e2b", "channel")]
 
 
-@devices
-@pytest.mark.parametrize(("model", "form"), EVERY)
+@on_devices(("model", "form"), EVERY)
 def test_model_matches_dequantized_model(
     model: str, form: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:

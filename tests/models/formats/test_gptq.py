@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import LLAMA, MODELS, change, check_model, devices, load, logits, write
+from quantized_models import LLAMA, MODELS, change, check_model, load, logits, on_devices, write
 from quantized_weights import Store, Stored, int4, int8
 
 from specbatch.errors import SpecbatchError
@@ -106,8 +106,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Store]] = {
 }
 
 
-@devices
-@pytest.mark.parametrize("case", CASES)
+@on_devices(("case",), CASES)
 def test_model_matches_dequantized_model(
     case: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_models import CPU, LLAMA, change, check_model, devices, load, logits, write
+from quantized_models import CPU, LLAMA, change, check_model, load, logits, on_devices, write
 from quantized_weights import FORMATS, MORE, Store, Stored, forms_of, int4, words
 from safetensors.torch import load_file, save_file
 from thread_ranks import on_ranks
@@ -31,8 +31,7 @@ IN_AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:aut
 AS_AWQ, PLAIN_AUTO_ROUND = ({"packing_format": f"auto_round{suffix}"} for suffix in (":auto_awq", ""))
 
 
-@devices
-@pytest.mark.parametrize(("model", "form"), EVERY)
+@on_devices(("model", "form"), EVERY)
 def test_model_matches_dequantized_model(
     model: str, form: str, device: str, keeps: bool, bound: float, tmp_path: Path, stay_quantized: Callable[..., None]
 ) -> None:

@@ -54,7 +54,7 @@ def check(targets: Targets, tmp_path: Path, use_checkpoints: Any) -> Callable[..
 
 @pytest.mark.parametrize("name", slow_but(("model",), DRAFTERS))
 def test_sampled_tokens_follow_the_distribution(check: Any, tmp_path: Path, name: str) -> None:
-    report = check(name, seeds=150 if name == "model" else 250)
+    report = check(name, seeds=110 if name == "model" else 250)
     assert not report.fails, report.markdown()
     assert len(report.rows) == 2 * len(SAMPLING)
     tested = [row for row in report.rows if row["freedom"]]
@@ -115,7 +115,7 @@ RULES = {
 @pytest.mark.parametrize("rule", slow_but(("residual is not normalized",), RULES))
 def test_wrong_acceptance_rule_is_found(check: Any, monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
     RULES[rule](monkeypatch)
-    report = check("model", seeds=150)
+    report = check("model", seeds=110)
     assert report.fails, report.markdown()
     assert {row["tokens"] for row in report.rows if row["deviates"]} == {"later"}, "the first token is not verified"
     assert "FAILED: the distribution of sampled tokens is wrong with temperature 1 (later tokens)" in report.markdown()

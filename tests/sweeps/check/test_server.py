@@ -65,7 +65,7 @@ def check(source: Path, folder: Path, tmp_path: Path) -> Callable[..., ServerRep
         output = tmp_path / "out"
         output.mkdir(exist_ok=True)
         server = HttpEngine(Server(url, tokenizer=str(folder)))
-        options = CheckOptions(source, max_new_tokens=16)
+        options = CheckOptions(source, max_new_tokens=10)
         return run_server(server, options, ServerOptions(probes=probes), output)
 
     return run
@@ -74,7 +74,7 @@ def check(source: Path, folder: Path, tmp_path: Path) -> Callable[..., ServerRep
 @pytest.fixture
 def command(source: Path, folder: Path, tmp_path: Path) -> Callable[..., Result]:
     def run(url: str, *options: str) -> Result:
-        given = ["check", str(source), "--engine", "http", "--base-url", url, "--max-new-tokens", "16"]
+        given = ["check", str(source), "--engine", "http", "--base-url", url, "--max-new-tokens", "10"]
         given += ["--tokenizer", str(folder), "--out", str(tmp_path / "out"), *options]
         return CliRunner().invoke(app, given)
 

@@ -100,6 +100,21 @@ def test_table_has_changes_what_could_be_shown_and_where_speculation_pays(tmp_pa
         assert all(f">{label}<" in svg for label in ("512", "1k", "16k", "accept length", "speedup at 2 requests"))
 
 
+def test_gain_that_tells_nothing_is_no_number(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    part(tmp_path / "d", [1, 1000], lambda index: 20, input_len=2048)
+    assert re.search(r"\| over 1000% +\|", write_parts(tmp_path)[0])
+
+
+def test_verdict_does_not_reach_over_a_length_without_one(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    part(tmp_path / "d", [15, 15.2, 14.9], lambda index: 20, input_len=2048)
+    for path in (tmp_path / "b").glob("ngram/c2/r*/record.json"):
+        path.unlink()
+    text, _ = write_parts(tmp_path)
+    assert "| pays 512, not measured 1024, pays 2048, loses 16384 |" in text
+
+
 def test_brief_plot_has_one_concurrency(tmp_path: Path) -> None:
     lengths(tmp_path)
     found = load_parts(tmp_path)
@@ -111,6 +126,7 @@ def test_brief_plot_has_one_concurrency(tmp_path: Path) -> None:
     assert "speedup at 4 requests" not in files["plots/context-brief.svg"]
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_short_tables_have_a_column_for_each_part(tmp_path: Path) -> None:
     lengths(tmp_path)
     short, _, long = write_parts(tmp_path)[0].partition(EVERY_POINT)
@@ -141,6 +157,7 @@ def test_published_plots_are_remade_from_records(tmp_path: Path, monkeypatch: py
     assert not remake.is_same(plot.read_text(), moved)
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_unfinished_part_is_named(tmp_path: Path) -> None:
     lengths(tmp_path)
     next((tmp_path / "c").glob("ngram/c2/r3/record.json")).unlink()
@@ -162,6 +179,7 @@ def test_no_part_is_left_out(tmp_path: Path) -> None:
     assert load_parts(tmp_path / "seeds") is None, "a and b have the same length, and differ in something else"
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_failures_are_named(tmp_path: Path) -> None:
     lengths(tmp_path)
     for path in (tmp_path / "c").glob("*/c2/r*/record.json"):
@@ -174,6 +192,7 @@ def test_failures_are_named(tmp_path: Path) -> None:
     assert "* FAILED: input tokens 16384: ngram at concurrency 2, repeat 1, and 2 other points: out of memory\n" in text
 
 
+@pytest.mark.usefixtures("no_plots")
 def test_what_was_simulated_is_said_below_the_common_table(tmp_path: Path) -> None:
     lengths(tmp_path)
     assert "SIMULATED" not in write_parts(tmp_path)[0]

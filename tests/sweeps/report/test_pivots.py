@@ -26,10 +26,12 @@ def on(devices: int, name: str, concurrency: int, repeat: int = 1, **work: objec
     return record
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     points = [(devices, name, size) for devices in (1, 2) for name in ("v1", "v2") for size in (32, 1)]
-    return saved(tmp_path / "out", *(on(*point, repeat) for point in points for repeat in (1, 2)))
+    return saved(
+        tmp_path_factory.mktemp("sweep") / "out", *(on(*point, repeat) for point in points for repeat in (1, 2))
+    )
 
 
 def test_a_table_for_each_configuration_over_its_repeats(folder: Path) -> None:

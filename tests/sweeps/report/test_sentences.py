@@ -9,7 +9,8 @@ from swept import swept
 
 from specbatch.records.run_record import RunRecord
 from specbatch.records.verdicts import LOSES, NOT_INTERLEAVED, ONE_REPEAT, PAYS, UNDECIDED, Speedup
-from specbatch.sweeps.report.sentences import conclusion, headline, precision_sentences
+from specbatch.sweeps.report.points import speedups_of
+from specbatch.sweeps.report.sentences import conclusion, headline, power_sentence, precision_sentences
 
 
 def at(name: str, concurrency: int, *speeds: float) -> list[RunRecord]:
@@ -140,6 +141,15 @@ def test_one_repeat_shows_no_interval() -> None:
     found = conclusion({(1, "v2"): Speedup(1.5, None, None, ONE_REPEAT, 1)}, {"v2": "v1"})
     assert found[0] == "Concurrency 1, output tok/s: v2 is 1.50 times v1."
     assert "--repeats 3" in found[1]
+
+
+def test_the_last_sentence_says_how_small_a_gain_would_have_been_seen() -> None:
+    exact, vague = at("v1", 1, 150, 151, 149), at("v2", 1, 110, 90, 104)
+    one = speedups_of(BASE[:3] + exact)
+    assert conclusion(one, {"v1": "baseline"})[-1] == "detectable (80% power): gains of 1.0%."
+    both = speedups_of(BASE[:3] + exact + vague)
+    assert [*power_sentence(both.values())] == ["detectable (80% power): gains of 1.0% to 40.9%."]
+    assert [*power_sentence([Speedup(1.5, None, None, ONE_REPEAT, 1)])] == []
 
 
 def test_a_single_configuration_has_no_conclusion() -> None:
