@@ -25,7 +25,7 @@ MOST_RUNNING = 1024
 MOST_RUNNING_SPARSE = 2048  # of a mixture of experts
 MOST_ROWS = 4096  # of a verify: a step of more takes proportionally longer
 MOST_CHUNK, LEAST_CHUNK = 16384, 2048
-SMALL_CHUNK = 256  # where longer ones leave no memory for keys and values
+SMALL_CHUNK = 256  # where longer ones leave little memory for keys and values
 SMALL_JOB = 512  # tokens of a pass, at least, however few tokens the prompts of a job have
 CHUNK_SHARE = 16  # the activations of a pass take at most so much of what the weights leave: 1/16
 # Left free on a GPU: 5% and 2 GiB. Kernels and workspaces of libraries take about 1 GiB, whatever the size of the card;
@@ -101,8 +101,8 @@ def _chunk(job: JobSize, left: Callable[[int, int], int], least: int, *, on_cpu:
     room = left(1, 1)
     while chunk > LEAST_CHUNK and left(1, chunk) < max(room - room // CHUNK_SHARE, least):
         chunk, why = chunk // 2, f"activations may take 1/{CHUNK_SHARE} of the memory"
-    while chunk > SMALL_CHUNK and left(1, chunk) < least:
-        chunk, why = chunk // 2, "longer passes leave no memory for keys and values"
+    while chunk > SMALL_CHUNK and left(1, chunk) < max(room // 2, least):
+        chunk, why = chunk // 2, "longer passes leave little memory for keys and values"
     if on_cpu:
         return chunk, why
     if job.requests is not None and job.prompt_tokens is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -180,13 +181,19 @@ def test_a_replica_gets_its_share_of_the_job() -> None:
     assert JobSize().of_one(8) == JobSize()
 
 
+def test_longer_passes_take_at_most_half_of_a_small_memory() -> None:
+    """With 100 MiB more they took all but the pages of one request."""
+    running = [plan(18.15 + step / 20, {"job": JobSize()}, token_bytes=500_000).max_running for step in range(200)]
+    assert all(after >= before / 2 for before, after in pairwise(running))
+
+
 @pytest.mark.parametrize(
     ("free", "weights", "on_cpu", "rows", "chosen"),
     [
-        (6.9, 4.14, False, 17, (1, 1024)),
-        (20.4, 16.3, False, 17, (7, 1024)),
+        (6.9, 4.14, False, 17, (6, 512)),
+        (20.4, 16.3, False, 17, (11, 512)),
         (40, 29.2, True, 64, (15, 2048)),
-        (21.2, 15.6, True, 8, (14, 2048)),
+        (21.2, 15.6, True, 8, (32, 1024)),
         (21.2, 8, True, 8, (32, 2048)),
     ],
 )
