@@ -183,7 +183,7 @@ def test_a_replica_gets_its_share_of_the_job() -> None:
 
 def test_longer_passes_take_at_most_half_of_a_small_memory() -> None:
     """With 100 MiB more they took all but the pages of one request."""
-    running = [plan(18.15 + step / 20, {"job": JobSize()}, token_bytes=500_000).max_running for step in range(200)]
+    running = [plan(18.3 + step / 20, {"job": JobSize()}, token_bytes=500_000).max_running for step in range(200)]
     assert all(after >= before / 2 for before, after in pairwise(running))
 
 
