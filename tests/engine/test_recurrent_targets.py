@@ -113,7 +113,7 @@ def test_prefix_cache_turns_off_without_memory_for_states(targets: Targets, use_
     few = 2 * (plan.weights + plan.workspace + plan.states + plan.grammars + 40 * plan.page_bytes)
     use_memory(few)
     lines: list[str] = []
-    engine = targets.engine("qwen3.5", memory_fraction=0.5, log=lines.append)
+    engine = targets.engine("qwen3.5", memory_fraction=0.5, prefill_chunk=plan.prefill_chunk, log=lines.append)
     done = engine.generate(targets.prompts("qwen3.5"), SamplingParams(max_new_tokens=5, ignore_eos=True))
     assert [item.token_ids for item in done] == targets.greedy("qwen3.5", 5)
     record = engine.record()
