@@ -111,7 +111,8 @@ def test_drafter_reads_the_same_embeddings(targets: Targets, name: str, algorith
         engine = targets.engine(name, algorithm, more=more, prefill_chunk=5, prefix_cache=False)
         prompts = [embedded(targets.checkpoint(name), p, parts) if hides and len(p) > 8 else p for p in whole]
         done = engine.generate(prompts, few)
-        cache = engine.parts.worker.decode_step.drafter.cache
+        drafter = engine.parts.worker.decode_step.drafter
+        cache = drafter._cache if algorithm == "dflash" else drafter.cache
         kept.append((cache.keys.clone(), cache.values.clone()))
         assert [item.token_ids for item in done] == targets.greedy(name, 4)[:4]
     assert sum(isinstance(prompt, EmbeddedPrompt) for prompt in prompts) >= 2

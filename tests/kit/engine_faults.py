@@ -15,8 +15,10 @@ from specbatch.core.attention_metadata import BoundDecode
 from specbatch.core.device_batch import DeviceBatch
 from specbatch.engine.device import acceptance
 from specbatch.engine.device.step import DecodeStep
+from specbatch.kernels.attention.qkv import split_qkv_rope_ref
 from specbatch.kernels.attention.verify import verify_attention
 from specbatch.kernels.gemm.linear import Linear
+from specbatch.kernels.gemm.quantized.grouped import GroupedLinear
 from specbatch.kernels.recurrent.state_replay import StateReplay
 
 
@@ -33,26 +35,17 @@ def config_of(targets: Targets, target: str, drafter: str, **changes: Any) -> En
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def stale_kv(patch: pytest.MonkeyPatch, layers: int | None = None) -> None:
-    """The root's key and value are not written: a rejected draft's stay in its place. layers: only the first ones."""
-    write = verify_attention.write_kv_ref
-    call = verify_attention.DecodeAttentionRef.__call__
-    calls = {"count": 0}
+def stale_kv(patch: pytest.MonkeyPatch) -> None:
+    """The root's key and value are not written: a rejected draft's stay in its place."""
+    split = verify_attention.split_qkv_rope_write_ref
 
-    def without_root(k: Any, v: Any, k_cache: Any, v_cache: Any, slots: torch.Tensor, *scales: Any) -> None:
-        calls["count"] += 1
-        count = calls["rows"]
+    def without_root(inputs: Any, slots: torch.Tensor, count: int) -> Any:
         if count > 1:
             slots = slots.clone()
             slots.view(-1, count)[:, 0] = 0  # of the padding page
-        write(k, v, k_cache, v_cache, slots, *scales)
+        return split(inputs, slots)
 
-    def noted(self: Any, *arguments: Any) -> Any:
-        calls["rows"] = self._count
-        return call(self, *arguments)
-
-    patch.setattr(verify_attention, "write_kv_ref", without_root)
-    patch.setattr(verify_attention.DecodeAttentionRef, "__call__", noted)
+    _in_verifies(patch, without_root)
 
 
 def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -68,16 +61,28 @@ def position_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 def rope_offset_of_queries(patch: pytest.MonkeyPatch) -> None:
     """Queries of a verify are rotated one position too far, keys are not."""
-    call = verify_attention.DecodeAttentionRef.__call__
-    split = verify_attention.split_qkv_rope_ref
+    split = verify_attention.split_qkv_rope_write_ref
 
-    def turned(qkv: Any, heads: Any, positions: Any) -> Any:
-        return split(qkv, heads, positions + 1)[0], *split(qkv, heads, positions)[1:]
+    def turned(inputs: Any, slots: torch.Tensor, count: int) -> Any:
+        qkv, heads, positions, *_ = inputs
+        far = split_qkv_rope_ref(qkv, heads, positions + 1)[0] if count > 1 else None
+        q, *others = split(inputs, slots)
+        return q if far is None else far, *others
+
+    _in_verifies(patch, turned)
+
+
+def _in_verifies(patch: pytest.MonkeyPatch, changed: Callable[[Any, torch.Tensor, int], Any]) -> None:
+    """changed: (inputs of attention, slots of its tokens, tokens of each request) to queries, keys and values"""
+    call = verify_attention.DecodeAttentionRef.__call__
 
     def wrong(self: Any, *arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as inner:
-            if self._count > 1:
-                inner.setattr(verify_attention, "split_qkv_rope_ref", turned)
+            inner.setattr(
+                verify_attention,
+                "split_qkv_rope_write_ref",
+                lambda inputs, slots: changed(inputs, slots, self._count),
+            )
             return call(self, *arguments)
 
     patch.setattr(verify_attention.DecodeAttentionRef, "__call__", wrong)
@@ -132,8 +137,7 @@ def one_wrong_token(patch: pytest.MonkeyPatch) -> None:
 
 def wrong_block_scale(patch: pytest.MonkeyPatch, factor: float = 2.0, layer: int = 0) -> None:
     """Of a layer's last matrix one block of 128 x 128 values is too large in a verify."""
-    verify, call = DecodeStep.verify, Linear.__call__
-    wrong: list[Any] = []
+    verify, wrong = DecodeStep.verify, list[Any]()
 
     def verified(self: Any, step: Any, proposal: Any, *arguments: Any) -> Any:
         if proposal.tokens.shape[1]:
@@ -143,15 +147,22 @@ def wrong_block_scale(patch: pytest.MonkeyPatch, factor: float = 2.0, layer: int
         finally:
             wrong.clear()
 
-    def scaled(self: Any, x: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-        more = x[:, :128] @ self._weight[:128, :128].T if wrong and self is wrong[0] else None
-        found = call(self, x, *arguments, **named)
+    def scaled(call: Callable[..., torch.Tensor], self: Any, x: torch.Tensor, *others: Any, **named: Any) -> Any:
+        more = None
+        if wrong and self is wrong[0]:
+            alone = torch.zeros_like(x)
+            alone[:, :128] = x[:, :128]
+            more = call(self, alone)[:, :128]
+        found = call(self, x, *others, **named)
         if more is not None:
             found[:, :128] += (factor - 1) * more
         return found
 
     patch.setattr(DecodeStep, "verify", verified)
-    patch.setattr(Linear, "__call__", scaled)
+    for kind in (Linear, GroupedLinear):
+        patch.setattr(
+            kind, "__call__", lambda self, *given, call=kind.__call__, **named: scaled(call, self, *given, **named)
+        )
 
 
 def state_not_rolled_back(patch: pytest.MonkeyPatch) -> None:
