@@ -23,7 +23,7 @@ BAD: list[Any] = [
     "5",
     {"max_tokens": 0},
     {"tools": [{"type": "function"}]},
-    {"response_format": {"type": "json_object"}},
+    {"response_format": {"type": "xml"}},
     {"presence_penalty": 5},
     {"logit_bias": {"5": 101}},
     {"max_tokens": 10**6},
@@ -78,11 +78,12 @@ def kill_after(folder: Path, name: str, rows: int) -> int:
 
 
 def results(folder: Path, name: str) -> list[Any]:
-    """The lines of the output and of the error file, validated and without their times."""
+    """The lines of the output and of the error file, validated and without their times. Log-probabilities are rounded:
+    their last digits depend on the requests that ran beside."""
     found = []
     for path, model in ((folder / name, OutputLine), (folder / f"{name}.errors.jsonl", ErrorLine)):
         for line in path.read_text().splitlines():
-            row = json.loads(line)
+            row = json.loads(line, parse_float=lambda text: round(float(text), 4))
             model.model_validate(row)
             row["response"]["body"].pop("created", None)
             found.append(row)

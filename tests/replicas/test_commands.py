@@ -164,7 +164,7 @@ def test_sweep_shares_the_concurrency_out(run: Run) -> None:
     assert two.metrics["full_batch_steps"] == steps["3"][0]
     again = run(2, *words, "--out", "two")
     assert (again.exit_code, "4 of 4 points are finished" in again.stderr) == (0, True)
-    assert "data_parallel" in run(1, *words, "--out", "two").stderr
+    assert "--data-parallel (2 there, 1 now)" in run(1, *words, "--out", "two").stderr
 
 
 def test_a_point_that_lost_a_replica_runs_again(run: Run) -> None:

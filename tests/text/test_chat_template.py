@@ -79,7 +79,7 @@ def test_a_template_that_exceeds_limits_again_and_again_is_given_up() -> None:
         assert "it needs more than 512 MiB for these messages" in refusal(template)
     started = time.perf_counter()
     for _ in range(1_000):
-        assert "nor for 7 others; use another template, or --no-chat-template" in refusal(template)
+        assert "nor for 7 others; use another template, or chat_template=False" in refusal(template)
     assert time.perf_counter() - started < 1
 
 
