@@ -16,6 +16,7 @@ from pathlib import Path
 from specbatch.errors import SpecbatchError
 from specbatch.jobs.long_text import LongText
 from specbatch.progress.bars import progress
+from specbatch.sweeps.run.runner import TOKENIZING
 from specbatch.sweeps.workload.workloads import Workload
 from specbatch.weights import open_checkpoint
 
@@ -36,7 +37,7 @@ def main() -> None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
         tokenizer = open_checkpoint(given.model, log=print).tokenizer()
         text = Workload(given.dataset, input_len=given.tokens, window=given.window, seed=given.seed, output_len=1)
-        with progress("tokenizing prompts", "prompts") as report:
+        with progress(TOKENIZING, "prompts") as report:
             rows = text.prompts(tokenizer, given.prompts, report)
     except SpecbatchError as error:
         parser.error(str(error).replace("input_len=", "--tokens=" if given.tokens >= given.window else "--window="))

@@ -156,12 +156,13 @@ class Benchmark:
     def save(self, folder: Path, plan: dict[str, Any], point: Point, measured: Measured) -> None:
         """Write a point. One with other prompts than those before it fails: rows of ShareGPT are those that fit, also
         into the memory that an engine gets."""
-        workload, paths = measured.record.workload, folder.glob(f"*/c{point.concurrency}/r*/{RECORD}")
         if self.options.workload.has_own_lengths and not measured.record.error:
-            for other in (load_record("output", path.parent) for path in sorted(paths)):
-                if not other.error and other.workload["prompts_sha256"] != workload["prompts_sha256"]:
-                    error = f"has other prompts than {other.workload['configuration']}, those that fit into its context"
-                    measured = without_numbers(measured, f"{error}; set max_model_len to the same for all")
+            paths = sorted(folder.glob(f"*/c{point.concurrency}/r*/{RECORD}"))
+            before = (load_record("output", path.parent) for path in paths)
+            other = next((record.workload for record in before if not record.error), None)  # as all that are kept
+            if other is not None and other["prompts_sha256"] != measured.record.workload["prompts_sha256"]:
+                error = f"has other prompts than {other['configuration']}, those that fit into its context"
+                measured = without_numbers(measured, f"{error}; set max_model_len to the same for all")
         save_measured(folder, plan, point, measured)
 
     def more_points(self, configs: Iterable[str], folder: Path) -> list[Point]:
