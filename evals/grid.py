@@ -43,11 +43,11 @@ from specbatch.records.sweep_plan import (
     points,
 )
 from specbatch.servers.server import Server
-from specbatch.sweeps.run.engine_groups import Engines, Failed, engines_of
+from specbatch.sweeps.run.engine_groups import Engines, Failed
 from specbatch.sweeps.run.loading import Configs, Log, connected
-from specbatch.sweeps.run.runner import Measured, is_measured, save_measured
+from specbatch.sweeps.run.runner import Measured, save_measured
 from specbatch.sweeps.run.sweep import run_workloads
-from specbatch.sweeps.run.unloaded import longest_of
+from specbatch.sweeps.run.unloaded import Unloaded
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
@@ -88,6 +88,7 @@ class Evaluation:
         self.failures: dict[Point, str] = {}
         self.refused: list[SpecbatchError] = []
         self._prompts: dict[int, str] = {}  # by concurrency: the hash of the prompts of its points
+        self._fit = set[tuple[int, int]]()  # numbers of questions, and contexts that hold these
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Evaluation, (self.options,)  # a worker of a cluster loads the task itself
@@ -105,11 +106,9 @@ class Evaluation:
         """The loaded task."""
         return prepare(replace(self.options.task, output=None))
 
-    def refuse_unfit(self, configs: Configs, folder: Path, *, elsewhere: bool) -> None:
+    def refuse_unfit(self, configs: Configs, folder: Path) -> None:
         """Refuse, before any engine is loaded, a task that generates nothing or has no score, servers that get other
-        prompts than the other configurations, a folder with other settings, and a `max_model_len`, set or that of the
-        models, into which a question of a point that is left does not fit. elsewhere: engines run on other machines,
-        whose models need not be on this one."""
+        prompts than the other configurations, and a folder with other settings."""
         task, name = self.ready.task, self.options.task.task
         if task.scores_texts:
             works = f"task {name} ({task.kind}) scores given texts, which decodes nothing"
@@ -117,19 +116,8 @@ class Evaluation:
         if task.is_group and not any(one.has_aggregation for one in [*task.groups.values()][:1]):
             raise refuse("task", name, "is a tag or group without a score of its own; name one of its tasks")
         self._refuse_mixed_prompts(configs)
-        left = list(points(configs, self))
         if not self.options.task.overwrite:
             check_plan(folder, self.plan(configs), self.kind)
-            left = [point for point in left if not is_measured(point, folder)]
-        if not left:
-            return
-        largest = self._at(max(point.concurrency for point in left))  # has the questions of the other points, too
-        names = {one.configuration for one in left}
-        own = {name: config for name, config in engines_of(configs).items() if name in names}
-        lengths = {name: config.max_model_len if elsewhere else longest_of(config) for name, config in own.items()}
-        for longest, name in {longest: name for name, longest in lengths.items()}.items():
-            with about(name):
-                largest.check_lengths(own[name], longest)
 
     def _refuse_mixed_prompts(self, configs: Configs) -> None:
         """Messages that a server renders are no prompts of this engine, so their answers cannot be paired."""
@@ -175,8 +163,14 @@ class Evaluation:
     def prepare(self, engines: Engines, tokenizer: Tokenizer, report: Report | None = None) -> Evaluation:
         return self  # lm-eval makes the prompts in each run
 
-    def check(self, name: str, engine: InferenceEngine, concurrency: int) -> None:
-        """Questions may wait for pages: only `max_running` is the user's to match."""
+    def check(self, name: str, engine: InferenceEngine | Unloaded, concurrency: int) -> None:
+        """Refuse questions that do not fit into the context of an engine that is not loaded; a loaded one does it by
+        itself. They may wait for pages: only `max_running` is the user's to match."""
+        if isinstance(engine, Unloaded):
+            key = self.requests(concurrency), engine.caps["max_model_len"]
+            if key not in self._fit:
+                self._at(concurrency).check_lengths(engine)
+            self._fit.add(key)
 
     def warm_up(self, engine: InferenceEngine, concurrency: int) -> None:
         """Answer a few questions, on a GPU a full batch and one more."""
@@ -259,9 +253,10 @@ def run_grids(
               left out, too, and the others go on; the same call runs them again
     cluster   its workers measure the points; None: this process does
 
-    Refused: what `Evaluation.refuse_unfit` refuses, and what is refused at all points.
+    Refused: what `Evaluation.refuse_unfit` refuses, what all configurations have in common, or all that speculate
+    (`sweeps.run.unloaded`), and what is refused at all points.
     """
-    every = evaluations(configs, tasks, folder, elsewhere=cluster is not None)
+    every = evaluations(configs, tasks, folder)
     for own, evaluation in every.items():
         if log is not None:
             of = f"{evaluation.ready.task.name}: " if len(every) > 1 else ""
@@ -290,23 +285,11 @@ def run_grids(
     return grids
 
 
-def is_finished(configs: Configs, tasks: Sequence[GridOptions], folder: Path) -> bool:
-    """Whether `run_grids` has nothing left to measure."""
-    each = zip(_folders(tasks, folder), tasks, strict=True)
-    return all(
-        not options.task.overwrite and is_measured(point, own)
-        for own, options in each
-        for point in points(configs, options)
-    )
-
-
-def evaluations(
-    configs: Configs, tasks: Sequence[GridOptions], folder: Path, *, elsewhere: bool
-) -> dict[Path, Evaluation]:
+def evaluations(configs: Configs, tasks: Sequence[GridOptions], folder: Path) -> dict[Path, Evaluation]:
     """The evaluation of each task, by its folder. Refused: what `Evaluation.refuse_unfit` refuses."""
     every = {own: Evaluation(options) for own, options in zip(_folders(tasks, folder), tasks, strict=True)}
     for own, evaluation in every.items():
-        evaluation.refuse_unfit(configs, own, elsewhere=elsewhere)
+        evaluation.refuse_unfit(configs, own)
     return every
 
 

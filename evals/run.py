@@ -43,12 +43,11 @@ from specbatch.jobs.partial_output import PartialRows
 from specbatch.records.store import RECORD
 from specbatch.servers.server import Server
 from specbatch.sweeps.run.sanity_checks import add_digests
-from specbatch.weights import open_checkpoint
 
 if TYPE_CHECKING:
     from specbatch.engine.interface import InferenceEngine
     from specbatch.servers.engine import HttpEngine
-    from specbatch.text.tokenizer import Tokenizer
+    from specbatch.sweeps.run.unloaded import Unloaded
 
 Progress = Callable[[int, int], None]  # answers finished, answers wanted
 JOB = "job"  # of a record's workload: all settings that the results depend on
@@ -128,25 +127,15 @@ class PreparedEval:
         asked = {name: value for name, value in asked.items() if value != usual[name]}
         return None if kept is None else kept.header | sources | asked
 
-    def check_lengths(self, config: EngineConfig, longest: int | None = None) -> None:
-        """Refuse a `max_model_len` into which a question and its answer do not fit. Of the model only the tokenizer is
-        loaded. longest: where `max_model_len` is not set, what the models have; None: not known"""
-        longest = config.max_model_len or longest
-        if longest is None or not self.task.generates:
-            return
-        from specbatch.evals.lm import SpecBatchLM
+    def check_lengths(self, engine: Unloaded) -> None:
+        """Refuse what `check` refuses, and a question that does not fit into the context of an engine."""
+        from specbatch.sweeps.run.unloaded import AllFit
 
-        checkpoint = open_checkpoint(config.model, config.load_format, tokenizer=config.tokenizer)
-        tokenizer, options = checkpoint.tokenizer(), self.options
-        if options.chat_template and not tokenizer.has_chat_template:
-            return  # `run` says so
-        model = SpecBatchLM(
-            cast("InferenceEngine", _NotLoaded(tokenizer, config, longest)),
-            options.task,
-            **options.of_model,
-        )
-        with suppress(_AllFit):
-            self._evaluate(model)
+        unloaded = cast("InferenceEngine", engine)
+        self.check(unloaded)
+        if self.task.generates:
+            with suppress(AllFit):
+                self._evaluate(_adapter(unloaded)(unloaded, self.options.task, **self.options.of_model))
 
     def run(
         self,
@@ -301,27 +290,6 @@ class PreparedEval:
                 yield f"{asked} drew their few-shot examples by themselves, so their prompts differ from a full run's"
             elif options.samples is not None and name not in options.samples:
                 yield f"samples name no questions of {name}: all were asked"
-
-
-class _AllFit(Exception):
-    """All prompts have been checked."""
-
-
-class _NotLoaded:
-    """What `SpecBatchLM` needs of an engine to make and check prompts."""
-
-    def __init__(self, tokenizer: Tokenizer, config: EngineConfig, longest: int) -> None:
-        self.tokenizer, self.config = tokenizer, config
-        self.caps = {"max_model_len": longest}
-
-    def generate(self, *_: Any, **__: Any) -> None:
-        raise _AllFit
-
-    def score(self, pairs: Sequence[Any], **_: Any) -> list[Any]:
-        """Of a group that scores texts, too."""
-        from specbatch.engine.scoring import Likelihood
-
-        return [Likelihood(0.0, False) for _ in pairs]
 
 
 def prepare(options: EvalOptions) -> PreparedEval:

@@ -232,7 +232,7 @@ def _evaluate(
 ) -> EvalReport | SeveralReports:
     """Answer with this engine what is not finished in the output folder."""
     from specbatch.evals.several import prepare_several
-    from specbatch.sweeps.run.unloaded import longest_of
+    from specbatch.sweeps.run.unloaded import Unloaded
 
     every = prepare_several(options)
     if engine.decode_graph == "whole" and not any(ready.task.generates for ready in every.values()):
@@ -240,11 +240,12 @@ def _evaluate(
         raise refuse("decode_graph", "whole", f"{named} scores given texts and decodes nothing; leave it out")
     for ready in every.values():
         config = ready.engine_config(config)
-    longest = longest_of(config) if len(every) > 1 else None  # one task checks its questions when it begins
-    for ready in every.values():
-        ready.check_lengths(config, longest)
 
     def opened(left: dict[str, PreparedEval]) -> AbstractContextManager[InferenceEngine]:
+        if workers is None and (len(left) > 1 or config.max_model_len):  # else a task checks its questions as it begins
+            engine = Unloaded(config)
+            for ready in left.values():
+                ready.check_lengths(engine)
         counts = [ready.requests for ready in left.values()]  # the tasks run one after the other
         job = JobSize(None if None in counts else max(filter(None, counts)))
         return open_replicas(replace(config, job=job), workers)

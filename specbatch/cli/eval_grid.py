@@ -76,9 +76,12 @@ def compare(
     workers: Cluster | None,
 ) -> tuple[dict[str, dict[str, Grid]], list[int]]:
     """Run all points. The tables by model and task, and the exit statuses of models that have failed."""
-    from specbatch.evals.grid import each_task, evaluations, is_finished, load_grids, run_grids
-    from specbatch.sweeps.run.loading import check
+    from specbatch.evals.grid import each_task, evaluations, load_grids, run_grids
+    from specbatch.sweeps.run.engine_groups import Failed
+    from specbatch.sweeps.run.loading import prefixed
     from specbatch.sweeps.run.process import naming, run_in_process
+    from specbatch.sweeps.run.runner import left_of
+    from specbatch.sweeps.run.unloaded import check_early
 
     tasks, label = each_task(options), f"eval {options.task.task}"
     if len(models) == 1:
@@ -88,9 +91,8 @@ def compare(
             return {"": run_grids(configs, tasks, folder, **how)}, []
     for name, ours in models.items():  # fail before a model has run for hours, not after
         with naming(name, log=say):
-            if workers is None and not is_finished(ours, tasks, folder / name):
-                check(ours)
-            evaluations(ours, tasks, folder / name, elsewhere=workers is not None)
+            every = evaluations(ours, tasks, folder / name)
+            check_early(ours, left_of(ours, every if workers is None else {}), Failed(), log=prefixed(say, name))
     found: dict[str, dict[str, Grid]] = {}
     statuses: list[int] = []
     for name, ours in models.items():

@@ -141,19 +141,20 @@ def sweep(
     plain text. Points of a server with failed requests run again when a sweep continues.
 
     A configuration that fails (it does not fit into memory, its draft is unknown) does not end the sweep: the summary
-    shows the reason, the exit status is 1, and the same command with the folder as --out runs it again.
+    shows the reason, the exit status is 1, and the same command with the folder as --out runs it again. What all
+    configurations have in common, or all that speculate, is refused before anything is loaded (exit status 2).
     """
     from specbatch.records.sweep_plan import check_plan, plan_of
     from specbatch.runtime.device import device_type
     from specbatch.sweeps.report.parts import MODES, RATE, THINKING, folders_of, write_parts
     from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
     from specbatch.sweeps.run.configurations import by_model
-    from specbatch.sweeps.run.engine_groups import engines_of
-    from specbatch.sweeps.run.loading import one_group, refuse_servers
+    from specbatch.sweeps.run.engine_groups import Failed, engines_of
+    from specbatch.sweeps.run.loading import one_group, prefixed, refuse_servers
     from specbatch.sweeps.run.process import naming, run_in_process
-    from specbatch.sweeps.run.runner import TOKENIZING
+    from specbatch.sweeps.run.runner import TOKENIZING, left_of
     from specbatch.sweeps.run.sweep import parts_of, run_parts, run_server, run_sweep
-    from specbatch.sweeps.run.unloaded import check_all
+    from specbatch.sweeps.run.unloaded import check_early
 
     engine, workers = clustered(engine, cluster, replicas=False)
     if workers is not None and engine_kind != "specbatch":
@@ -262,8 +263,8 @@ def sweep(
                     with naming(name, log=say):
                         fit = options.fitted(ours)
                         check_plan(folder / name, plan_of(fit, options))
-                        if workers is None:
-                            check_all(fit, Benchmark(options), folder / name, report)
+                        left = left_of(fit, {folder / name: Benchmark(options)} if workers is None else {})
+                        check_early(fit, left, Failed(), log=prefixed(say, name), report=report)
             summary, rows, reports = "", [], []
             for name, ours in models.items():
                 say(f"{name}:")

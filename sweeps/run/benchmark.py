@@ -109,10 +109,12 @@ class Benchmark:
     """The points of a sweep, as a `PointWorkload`.
 
     measured   called with engine, point and record of each point that was measured, before it is saved
+    made       the prompts that were made last, by section and longest request, which sweeps of one run share
     """
 
     options: SweepOptions
     measured: OnMeasured | None = None
+    made: dict[tuple[str, int], BenchmarkPrompts] = field(default_factory=dict, repr=False, compare=False)
     kind = SWEEP
 
     @property
@@ -141,14 +143,22 @@ class Benchmark:
         return connected(configs, log, self.options.workload, failed)
 
     def prepare(self, engines: Engines, tokenizer: Tokenizer, report: Report | None = None) -> BenchmarkPrompts:
-        workload = self.options.workload
-        count = workload.count(max(self.concurrency))
         most = min([sys.maxsize, *(engine.caps.get("max_model_len", sys.maxsize) for engine in engines.values())])
-        workload = workload.for_engines(tokenizer, count, most, report)
+        key = self.section, most if self.lengths.has_own_lengths else 0
+        if key not in self.made:
+            self.made.clear()  # those of another section may take as much memory
+            self.made[key] = self._prompts(tokenizer, most, report)
+        ready = self.made[key]
+        for client in clients_of(engines):
+            client.know_messages(ready.prompts, ready.workload.messages(len(ready.prompts)))
+        return ready
+
+    def _prompts(self, tokenizer: Tokenizer, most: int, report: Report | None) -> BenchmarkPrompts:
+        """Make the prompts. most: tokens of a request, where these decide on the rows."""
+        count = self.lengths.count(max(self.concurrency))
+        workload = self.lengths.for_engines(tokenizer, count, most, report)
         prompts = workload.prompts(tokenizer, count, report)
         params = workload.params(len(prompts))
-        for client in clients_of(engines):
-            client.know_messages(prompts, workload.messages(len(prompts)))
         sources = [window.source for window in workload.windows(tokenizer, len(prompts))]
         own = replace(self, options=replace(self.options, workload=workload))
         return BenchmarkPrompts(own, prompts, params, list(longest(workload, tokenizer, prompts, params)), sources)
@@ -194,10 +204,10 @@ class BenchmarkPrompts:
     sources: list[str]
 
     def check(self, name: str, engine: InferenceEngine | HttpEngine | Unloaded, concurrency: int) -> None:
-        lengths = self.lengths[: self._workload.count(concurrency)]
+        lengths = self.lengths[: self.workload.count(concurrency)]
         if (check := getattr(engine, "check", None)) is not None:  # a client of a server has none
-            check_prompts(check, engine.caps, self._workload, *self._of(concurrency), lengths)
-        check_concurrency(name, engine.caps, _replicas(engine), self._workload.held(concurrency), lengths)
+            check_prompts(check, engine.caps, self.workload, *self._of(concurrency), lengths)
+        check_concurrency(name, engine.caps, _replicas(engine), self.workload.held(concurrency), lengths)
 
     def warm_up(self, engine: InferenceEngine | HttpEngine, concurrency: int) -> None:
         """Run a full batch, and on a GPU one request that takes the slot of another. Prompt passes alternate with
@@ -207,7 +217,7 @@ class BenchmarkPrompts:
         if chunk := engine.caps.get("prefill_chunk"):
             prompts = [*prompts[:1], *(prompt[-chunk:] for prompt in prompts[1:])]
         caps, replicas, most = engine.caps, _replicas(engine), WARM_UP_TOKENS
-        if self._workload.uncapped:
+        if self.workload.uncapped:
             concurrency = min(concurrency, caps.get("max_running", concurrency) * replicas)
         running = -(-concurrency // replicas) * replicas  # each replica has a full batch
         count = running
@@ -224,7 +234,7 @@ class BenchmarkPrompts:
         """Measure one point: a closed loop that keeps `concurrency` requests unfinished, prompts that arrive by a
         clock, of which at most `concurrency` run, or one request after the other. At its start the prefix cache is
         empty, and the corpus has no answers of this run."""
-        workload, (prompts, params) = self._workload, self._of(point.concurrency)
+        workload, (prompts, params) = self.workload, self._of(point.concurrency)
         if engine.config.prefix_cache or _has_corpus(engine):
             engine.forget_prefixes()
         engine.reset_record()
@@ -258,12 +268,12 @@ class BenchmarkPrompts:
         return describe(options.workload, self._of(concurrency)[0]) | known
 
     @property
-    def _workload(self) -> Workload:
+    def workload(self) -> Workload:
         return self.benchmark.options.workload
 
     def _of(self, concurrency: int) -> tuple[list[list[int]], list[SamplingParams]]:
         """The prompts of a point, and their parameters."""
-        count = self._workload.count(concurrency)
+        count = self.workload.count(concurrency)
         return self.prompts[:count], self.params[:count]
 
 

@@ -36,6 +36,7 @@ from specbatch.replicas.ray_cluster import (
 from specbatch.sweeps.run.engine_groups import Failed
 from specbatch.sweeps.run.loading import Log
 from specbatch.sweeps.run.runner import Measured, PointWorkload, is_measured, measured_points, work_of
+from specbatch.sweeps.run.unloaded import check_early
 
 Block = tuple[Point, ...]
 Answer = tuple[list[tuple[Point, Measured]], list[str]]  # and the lines of the log
@@ -62,6 +63,7 @@ class BlockWorker:
         lines: list[str] = []
         try:
             if self.engines is None:
+                check_early(self._configs, [self._workload], self._failed, log=lines.append)
                 opened = self._workload.load(self._configs, lines.append, self._failed)
                 self.engines = self._stack.enter_context(opened)
             found = measured_points(

@@ -63,7 +63,7 @@ def dry_run(configs: Configs, options: SweepOptions, folder: Path | None, report
     plans = {name: plan for name, (_, plan, _) in found.items()}
     first, _, share = next(iter(found.values()))
     own, tokenizer = engines_of(configs), first.target.tokenizer()
-    engines = {name: Unloaded(own[name], one, tokenizer, plan) for name, (one, plan, _) in found.items()}
+    engines = {name: Unloaded(own[name], tokenizer, one, plan) for name, (one, plan, _) in found.items()}
     ready = Benchmark(options).prepare(engines, tokenizer, report)
     for name, engine in engines.items():
         ready.check(name, engine, max(options.concurrency))

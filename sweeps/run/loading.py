@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from specbatch.algorithms import NO_SPECULATION
 from specbatch.config.draft_shape import AUTO
-from specbatch.config.engine_config import EngineConfig, Graphs
-from specbatch.config.speculation import Speculation
-from specbatch.errors import FailedError, SpecbatchError, about, reason_of, refuse
+from specbatch.config.engine_config import EngineConfig
+from specbatch.errors import FailedError, SpecbatchError, reason_of, refuse
 from specbatch.memory.capacity import CPU_RUNNING
 from specbatch.memory.planner import EXCLUSIVE, MemoryShare
 from specbatch.servers.server import Server
@@ -28,9 +27,6 @@ Log = Callable[[str], None]
 Configs = Mapping[str, EngineConfig | Server]
 Engines = Mapping[str, "InferenceEngine | HttpEngine"]
 OF_WEIGHTS = ("model", "load_format", "tokenizer", "seed", "dtype", "device")
-_NOT_OF_DRAFTS = {one.name for one in fields(EngineConfig)} - {*OF_WEIGHTS} | {
-    f"graphs.{one.name}" for one in fields(Graphs)
-}
 
 
 def check_machine(config: EngineConfig) -> Prepared:
@@ -100,7 +96,7 @@ def connected(
     are made with its tokenizer, so that none can be measured if no engine can be built. of_clients: arguments of
     `HttpEngine`."""
     own, clients = engines_of(configs), _clients(configs, log, failed, of_clients)
-    lines = [f"{name}: {text}" for name, text in (failed or {}).items() if name not in own]
+    lines = [f"{name}: {text}" for name, text in (failed or {}).items() if name in configs and name not in own]
     if failed and not own and not clients:
         name, reason = next(iter(failed.items())) if len(failed) == 1 else (None, None)
         raise SpecbatchError("\n".join(lines), setting="configs", value=name, works=reason)
@@ -129,22 +125,21 @@ def loaded(
     held: list[str] = []  # failures, until an engine is built: if none can be, for one reason, that is the error
     with ExitStack() as stack:
         engines: dict[str, InferenceEngine] = {}
-        _check_drafts(configs, log, failed)
         shares = shares_of(configs)
         for name, config in configs.items():
             first, side = next(iter(engines.values()), None), shares[len(engines)]
             if failed is None or name not in failed:
                 with noted(failed, name, causes), of_lengths(config, workload):
                     engines[name] = stack.enter_context(load_engine(name, config, log, weights_of=first, share=side))
-            if failed and name in failed:
-                held.append(f"{name}: {failed[name]}")
+                if failed and name in failed:
+                    held.append(f"{name}: {failed[name]}")
             if log is not None and (engines or (failed and len({*failed.values()}) > 1)):
                 for line in held:
                     log(line)
                 held.clear()
         if not engines and failed:
             has_failed = any(isinstance(one, FailedError) or not isinstance(one, SpecbatchError) for one in causes)
-            raise (FailedError if has_failed else SpecbatchError)(next(iter(failed.values())), setting="configs")
+            raise (FailedError if has_failed else SpecbatchError)([*failed.values()][-1], setting="configs")
         yield engines
 
 
@@ -187,11 +182,12 @@ def _clients(
             from specbatch.servers.engine import HttpEngine
 
             with noted(failed, name):
-                clients[name] = HttpEngine(server, log=_prefixed(log, name), **settings)
+                clients[name] = HttpEngine(server, log=prefixed(log, name), **settings)
     return clients
 
 
-def _prefixed(log: Log | None, name: str) -> Log | None:
+def prefixed(log: Log | None, name: str) -> Log | None:
+    """A log whose lines begin with a name."""
     return None if log is None else lambda line: log(f"{name}: {line}")
 
 
@@ -216,37 +212,7 @@ def load_engine(
     """Load the engine of configuration `name`, which prefixes the lines of its log. weights_of: see `Engine`."""
     from specbatch.replicas.engine import engine_of
 
-    prefixed = None if log is None else lambda line: log(f"{name}: {line}")
-    return engine_of(config, log=prefixed, weights_of=weights_of, share=share)
-
-
-def _check_drafts(configs: Mapping[str, EngineConfig], log: Log | None, failed: Failed | None) -> None:
-    """Check each draft and corpus before any weights are loaded. One that does not fit fails its configurations; it is
-    refused if all configurations with speculation have it, or without `failed`. A configuration that cannot run for
-    another reason, such as its graphs, fails alone, and the next one checks the draft. What failed before, as when a
-    group is loaded again, is not refused."""
-    speculating, before = speculating_of(configs), {*(failed or ())}
-    drafts: dict[Speculation, list[str]] = {}
-    for name, config in configs.items():
-        if config.speculation.reads_files:
-            drafts.setdefault(replace(config.speculation, schedule="v1"), []).append(name)
-    for names in drafts.values():
-        for name in names:
-            if failed is not None and name in failed:
-                continue
-            concerned = names
-            try:
-                with about(name):
-                    check_draft([configs[name]], log)
-                break
-            except Exception as error:
-                if isinstance(error, SpecbatchError) and error.setting in _NOT_OF_DRAFTS:
-                    concerned = [name]
-                if failed is None or speculating <= {*concerned}:
-                    raise
-                failed |= dict.fromkeys(concerned, reason_of(name, error))
-    if drafts and failed and speculating <= failed.keys() and not speculating <= before:
-        raise SpecbatchError(next(iter(failed.values())), setting="configs")
+    return engine_of(config, log=prefixed(log, name), weights_of=weights_of, share=share)
 
 
 def speculating_of(configs: Configs) -> set[str]:

@@ -175,6 +175,15 @@ def is_measured(point: Point, folder: Path) -> bool:
     return record.error is None and not ("server" in record.config and record.counters.get("errors"))
 
 
+def left_of(configs: Mapping[str, Described], workloads: Mapping[Path, PointWorkload]) -> list[PointWorkload]:
+    """The workloads, by the folders of their results, that have points to measure."""
+    return [
+        one
+        for folder, one in workloads.items()
+        if not all(is_measured(at, folder) for at in points(configs, one, folder)) or one.more_points(configs, folder)
+    ]
+
+
 def measured_points(
     configs: Mapping[str, Described],
     engines: Engines,

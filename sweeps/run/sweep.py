@@ -18,7 +18,7 @@ from specbatch.sweeps.report.tables import write_summary
 from specbatch.sweeps.run.benchmark import Benchmark, OnMeasured, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed, LoadedGroup, engines_of
 from specbatch.sweeps.run.loading import Configs, Log, one_group
-from specbatch.sweeps.run.runner import PointWorkload, is_measured, run_points
+from specbatch.sweeps.run.runner import PointWorkload, left_of, run_points
 from specbatch.sweeps.run.unloaded import check_early
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run_sweep(
     `folder` exists; where it holds points of the same sweep, they stay as they are, except for failed ones, which run
     again. On an error or Ctrl-C the summary of what is finished is written first. A configuration that fails (it does
     not fit, its draft is unknown) leaves records with the error, and the others go on. Refused: what concerns all of
-    them, such as an unknown model, a draft that all share, or a concurrency that none can hold.
+    them, or all that speculate (`sweeps.run.unloaded`).
 
     cluster: its workers measure the points; None: this process does
     measured: see `Benchmark`
@@ -77,7 +77,7 @@ def run_workloads(
         return
     failed = Failed() if failed is None else failed
     loads = load or next(iter(workloads.values()))
-    left = [one for path, one in workloads.items() if any(not is_measured(at, path) for at in points(configs, one))]
+    left = left_of(configs, workloads)
     others = check_early(configs, left, failed, lengths_of=loads, log=log, report=report)
     with LoadedGroup(configs, lambda group: loads.load(group, log, failed), failed, others) as loaded:
         for folder, workload in workloads.items():
@@ -119,8 +119,9 @@ def run_parts(
     try:
         with _summarized(fit, each, f"the summaries in {folder}", log):
             if server is None:
-                workloads = {path: Benchmark(one) for path, one in each.items()}
-                run_workloads(fit, workloads, load=Benchmark(longest), cluster=cluster, log=log, report=report)
+                load = Benchmark(longest)
+                workloads = {path: replace(load, options=one) for path, one in each.items()}
+                run_workloads(fit, workloads, load=load, cluster=cluster, log=log, report=report)
             else:
                 _ask(server, fit, each, log, report)
     finally:

@@ -134,6 +134,7 @@ class StubEngine:
     @classmethod
     def unloaded(cls, config: EngineConfig) -> Any:
         """What is known of an engine that is not built."""
+        cls.preparing(config)
         target = types.SimpleNamespace(tokenizer=cls.tokenizer_class, config=_Vocabulary)
         draft = types.SimpleNamespace(kv_slots_per_step=lambda drafts: drafts + 1)
         return types.SimpleNamespace(config=config, target=target, draft=draft, max_position=1 << 20)

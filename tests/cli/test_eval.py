@@ -44,8 +44,8 @@ def evals(monkeypatch):
         def engine_config(self, config):
             return config
 
-        def check_lengths(self, config, longest):
-            seen["checked"] = config
+        def check_lengths(self, engine):
+            seen["checked"] = engine.config
 
         def notes(self):
             return ["a note"]
@@ -59,7 +59,6 @@ def evals(monkeypatch):
 
         def run(self, engine, progress=None, kept=None, log=None):
             seen["engine"] = engine.config
-            assert seen["checked"] is not None  # before the model was loaded
             progress(1, 2)
             if seen["interrupt"]:
                 raise KeyboardInterrupt("kept 1 finished answers")
@@ -76,8 +75,10 @@ def test_options_reach_the_evaluation(run, evals, tmp_path):
     words += f" --write-out --confirm-run-unsafe-code --include-path {tmp_path}"
     words += " --no-fewshot-as-multiturn --no-add-bos-token"
     words += " --truncate-prompts --system-instruction brief --gen-kwargs until=Q:,top_p=1.0"
-    result = run("eval", "gsm8k", *words.split(), "--max-new-tokens", 11, "--output", tmp_path / "o")
+    words += " --max-new-tokens 11 --max-model-len 300"
+    result = run("eval", "gsm8k", *words.split(), "--output", tmp_path / "o")
     assert result.exit_code == 0, result.output
+    assert evals["checked"].max_model_len == 300
     assert "| exact_match | 0.5 |" in result.stdout
     engine = evals["engine"]
     assert (engine.speculation.algorithm, engine.speculation.schedule) == ("ngram", "v1")

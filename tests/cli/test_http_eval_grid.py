@@ -122,16 +122,19 @@ def test_the_only_server_that_is_not_there_is_named_by_file_and_table(tiny: Any,
 
 def test_reasons_name_the_keys_of_a_table(tiny: Any, server: EngineServer) -> None:
     with serving_engine(server) as url:
-        grid(OURS, of("rival", url, 'model = "other"'), '[graphs]\nspec = "off"\ndecode-graph = "whole"')
+        rival = of("rival", url, 'model = "other"')
+        grid(OURS, rival, '[graphs]\nspec = "off"\ndecode-graph = "whole"', '[short]\nspec = "off"\nmax-model-len = 20')
         evaluate(tiny, "--concurrency", 1, exit_code=1)
     found = json.loads(Path("out/left_out.json").read_text())
     assert found["rival"].startswith("model='other': the server at http://127.0.0.1")
     assert found["rival"].endswith("has org/tiny; name one, such as model='org/tiny'")
     assert found["graphs"].startswith("decode-graph='whole': needs a CUDA device")
+    assert found["short"].startswith("max-model-len=20: question ")
+    assert "a smaller --max-new-tokens" in found["short"]
 
 
 def test_errors_about_a_key_of_a_table_name_the_table(tiny: Any, server: EngineServer) -> None:
-    grid(OURS, '[short]\nspec = "off"\nmax-model-len = 20')
+    grid(OURS, '[short]\nspec = "v2"\nmax-model-len = 20')
     (line,) = (line for line in evaluate(tiny, exit_code=2).stderr.splitlines() if line.startswith("error"))
     assert line.startswith("error: --configs='grid.toml: short': max-model-len=20: question ")
     assert "a smaller --max-new-tokens" in line

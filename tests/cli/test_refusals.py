@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from specbatch.cli.app import app
+from specbatch.sweeps.run.loading import check_machine
 
 GOOD = '{"prompt": "a"}'
 OUT = "generate {in} -o {tmp}/o.jsonl"
@@ -183,7 +184,10 @@ def test_error_before_an_engine_is_built(run, engine, jsonl, tmp_path, case):
         ("--model toy,toy-2 --load-format dummy --max-model-len 20", "--max-model-len=20: question 0"),
     ],
 )
-def test_what_one_of_several_models_cannot_run_is_refused_before_any_runs(run, engine, tmp_path, words, message):
+def test_what_one_of_several_models_cannot_run_is_refused_before_any_runs(
+    run, engine, monkeypatch, tmp_path, words, message
+):
+    monkeypatch.setattr("specbatch.sweeps.run.unloaded.check_machine", check_machine)
     command = f"eval one_digit_sums --limit 1 --concurrency 1 --configs baseline,v2 --device cpu {words}"
     result = run(*command.split(), "--output", tmp_path / "out")
     assert (result.exit_code, engine.built) == (2, [])

@@ -76,6 +76,9 @@ class FakeTokenizer:
     def vocabulary(self) -> list[str]:
         return [f"byte{value}" for value in range(256)] + list(SPECIAL)
 
+    def token_bytes(self) -> list[bytes | None]:
+        raise AssertionError("no prompt has a grammar")
+
 
 class FakeEngine:
     """Answers each prompt with `reply(text of the prompt)`, one byte per token, and stops like a real engine. In
@@ -226,7 +229,20 @@ class EnginesOfPoints:
 
 
 @pytest.fixture
-def engines(mixed_reply: Reply, monkeypatch: pytest.MonkeyPatch) -> EnginesOfPoints:
+def byte_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are not loaded have the tokenizer of bytes."""
+    space = types.SimpleNamespace
+    target = space(tokenizer=FakeTokenizer, config=space(vocab_size=FakeTokenizer.vocab_size, hidden_size=1))
+    draft = space(kv_slots_per_step=lambda drafts: drafts + 1)
+
+    def unloaded(config: EngineConfig) -> Any:
+        return space(config=config, target=target, draft=draft, max_position=100_000)
+
+    monkeypatch.setattr("specbatch.sweeps.run.unloaded.check_machine", unloaded)
+
+
+@pytest.fixture
+def engines(mixed_reply: Reply, byte_checkpoint: None, monkeypatch: pytest.MonkeyPatch) -> EnginesOfPoints:
     """In place of those that sweeps and evaluations load."""
     found = EnginesOfPoints(mixed_reply)
     for kind in (Evaluation, Benchmark):
@@ -312,13 +328,6 @@ def no_env_info(monkeypatch: pytest.MonkeyPatch) -> None:
     import lm_eval.evaluator
 
     monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
-
-
-@pytest.fixture
-def byte_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints have the tokenizer of bytes."""
-    found = types.SimpleNamespace(tokenizer=FakeTokenizer)
-    monkeypatch.setattr("specbatch.evals.run.open_checkpoint", lambda *_, **__: found)
 
 
 @pytest.fixture

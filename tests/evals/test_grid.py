@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -54,14 +55,19 @@ def evaluate_all(engines: Any, scored_file: Path, shots_file: Path, tmp_path: Pa
     return run
 
 
-def test_prompts_that_do_not_fit_are_refused_before_engines_load(
-    engines: Any, byte_checkpoint: None, scored_file: Path, shots_file: Path, tmp_path: Path
+def test_questions_that_do_not_fit_fail_their_configuration_unless_all_have_them(
+    evaluate_all: Run, engines: Any
 ) -> None:
-    configs = CONFIGS | {"v2": replace(CONFIGS["v2"], max_model_len=400)}
-    task = EvalOptions("gsm8k", data=scored_file, fewshot_data=shots_file, num_fewshot=3)
-    with pytest.raises(SpecbatchError, match=r"max_model_len=400: question 7 of gsm8k, the longest, has \d+ prompt"):
-        run_grids(configs, [GridOptions(task, (2, 1))], tmp_path)
+    """And the engine is not built, as it could answer none."""
+    short = {name: replace(config, max_model_len=400) for name, config in CONFIGS.items()}
+    reason = r"max_model_len=400: question 7 of gsm8k, the longest, has \d+ prompt"
+    for configs in (short, short | {"baseline": CONFIGS["baseline"]}):  # all, and all that speculate
+        with pytest.raises(SpecbatchError, match=reason):
+            evaluate_all((2, 1), configs=configs)
     assert engines.loads == 0
+    found = evaluate_all((2, 1), configs=CONFIGS | {"v2": short["v2"]})
+    assert [row["configuration"] for row in found.rows()] == ["baseline", "v1"] * 2
+    assert re.match(reason, found.left_out["v2"])
 
 
 def test_table_has_accuracy_beside_speed(

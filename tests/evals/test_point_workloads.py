@@ -19,7 +19,7 @@ from specbatch.records.store import load_record
 from specbatch.records.sweep_plan import points, unfinished
 from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
 from specbatch.sweeps.run.configurations import named
-from specbatch.sweeps.run.sweep import run_workloads
+from specbatch.sweeps.run.sweep import parts_of, run_parts, run_sweep, run_workloads
 from specbatch.sweeps.workload.workloads import Workload
 
 CONFIGS = named(EngineConfig(speculation=Speculation("ngram")), ("baseline", "v1", "v2"))
@@ -147,6 +147,17 @@ def test_a_group_that_fails_leaves_the_other(run: Run, engines: Any, unbuilt: st
     engines.unbuilt = ()
     run(GROUPS)
     assert {*run.measured(GROUPS)} == {*all_of(*GROUPS)}
+
+
+def test_prompts_of_a_sweep_are_made_once(engines: Any, watch: Any, tmp_path: Path) -> None:
+    """For the check before it begins and all rounds of all groups; of several lengths one is kept at a time."""
+    made = watch(Workload, "prompts", before=lambda work, *_: work.input_len)
+    engines.reply = lambda text: "of random tokens"
+    options = SweepOptions((2,), 2, Workload(input_len=5, output_len=9, prompts_per_concurrency=2))
+    run_sweep(GROUPS, options, tmp_path)
+    assert (len(made), engines.loads) == (1, 3)
+    run_parts(CONFIGS, parts_of(options, "input_len", [5, 6]), "input_len", tmp_path / "parts")
+    assert made[1:] == [6, 5, 6]
 
 
 def test_several_workloads_share_the_engines(run: Run, engines: Any) -> None:

@@ -14,6 +14,7 @@ from specbatch.errors import SpecbatchError
 from specbatch.evals.report import EvalReport
 from specbatch.evals.run import EvalOptions, prepare
 from specbatch.files.atomic_file import UnwritableError
+from specbatch.sweeps.run.unloaded import Unloaded
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -262,10 +263,10 @@ def test_an_interrupted_run_continues_with_the_same_options_only(
 def test_prompts_that_are_too_long_are_found_before_the_model_is_loaded(
     scored_file: Path, byte_checkpoint: None
 ) -> None:
-    config = EngineConfig(max_model_len=300)
+    engine = Unloaded(EngineConfig(max_model_len=300))
     with pytest.raises(SpecbatchError, match=r"^max_model_len=300: .* truncate_prompts drops the beginning"):
-        prepare(EvalOptions("gsm8k", data=scored_file)).check_lengths(config)
-    prepare(EvalOptions("gsm8k", data=scored_file, truncate_prompts=True)).check_lengths(config)
+        prepare(EvalOptions("gsm8k", data=scored_file)).check_lengths(engine)
+    prepare(EvalOptions("gsm8k", data=scored_file, truncate_prompts=True)).check_lengths(engine)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_a_block_that_ends_three_workers_is_named_and_the_same_command_runs_it(r
 
 def test_what_a_worker_refuses_ends_the_sweep(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = {name: EngineConfig(**{**vars(config), "kv_pages": 2, "page_size": 8}) for name, config in CONFIGS.items()}
-    with pytest.raises(SpecbatchError, match="concurrency=2: baseline can hold 1"):
+    with pytest.raises(SpecbatchError, match=r"v2: input_len='6-6': .* the KV pool of 2 pages"):
         run_sweep(small, OPTIONS, tmp_path, cluster=CLUSTER)
     (model := tmp_path / "model").mkdir()
     here = {name: EngineConfig(**{**vars(config), "model": str(model)}) for name, config in CONFIGS.items()}

@@ -17,11 +17,12 @@ from specbatch.cli.eval_grid import compare
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.speculation import Speculation
 from specbatch.errors import SpecbatchError
-from specbatch.evals.grid import evaluations
 from specbatch.evals.options import EvalOptions, GridOptions
+from specbatch.replicas.cluster import Cluster
 from specbatch.sweeps.run.benchmark import Benchmark, SweepOptions
 from specbatch.sweeps.run.engine_groups import Failed
-from specbatch.sweeps.run.unloaded import check_all, check_early, longest_of
+from specbatch.sweeps.run.runner import left_of
+from specbatch.sweeps.run.unloaded import check_early
 from specbatch.sweeps.workload.workloads import Workload
 from specbatch.weights.folder import FolderCheckpoint
 
@@ -115,12 +116,38 @@ def test_finished_models_are_not_checked(refused: Callable[[str], str], monkeypa
     options = SweepOptions(
         (1,), workload=Workload("in.jsonl", output_len=4, prompts_per_concurrency=1, least_prompts=2)
     )
-    configs, work = {"v2": EngineConfig(model="short", device="cpu")}, Benchmark(options)
+    configs, works = {"v2": EngineConfig(model="short", device="cpu")}, {Path("out"): Benchmark(options)}
     with pytest.raises(SpecbatchError, match="the prompt has 100 tokens"):
-        check_all(configs, work, Path("out"))
-    monkeypatch.setattr("specbatch.sweeps.run.unloaded.is_measured", lambda point, folder: True)
-    monkeypatch.setattr(Benchmark, "prepare", pytest.fail)
-    check_all(configs, work, Path("out"))
+        check_early(configs, left_of(configs, works), Failed())
+    monkeypatch.setattr("specbatch.sweeps.run.runner.is_measured", lambda point, folder: True)
+    assert left_of(configs, works) == []
+    assert check_early(configs, [], Failed()) == {}
+
+
+@pytest.mark.parametrize("command", ["sweep --dataset in.jsonl --repeats 1", "eval gsm8k --num-fewshot 0 --limit 1"])
+def test_one_of_several_configurations_of_a_model_does_not_end_the_others(
+    refused: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """It is said before the first model runs."""
+    begun = list[str]()
+
+    def run_in_process(run: Any, folder: Path, **_: Any) -> int:
+        begun.append(folder.name)
+        return 0
+
+    monkeypatch.setattr("specbatch.sweeps.run.process.run_in_process", run_in_process)
+    write_grid(SHORT_DRAFT + '[ngram]\nalgorithm = "ngram"\n[bad]\nalgorithm = "eagle3"\ndraft = "nowhere"\n')
+    lengths = "--max-new-tokens 4" if "eval" in command else "--output-len 4 --prompts-per-concurrency 2"
+    words = f"{command} --model long,other --configs grid.toml --device cpu --concurrency 1 {lengths} --out out"
+    write_folder(Path("other"), TINY | {"max_position_embeddings": 512})
+    lines = CliRunner().invoke(app, words.split(), env={"COLUMNS": "1000"}).stderr.splitlines()
+    assert begun == ["long", "other"]
+    for model in begun:
+        at = lines.index(f"{model}:")
+        short, bad = (line for line in lines[:at] if line.startswith(f"{model}: "))
+        assert bad.startswith(f"{model}: bad: draft='nowhere': no such folder")
+        assert short.startswith(f"{model}: draft: ")
+        assert "max-model-len=64" in short
 
 
 def test_a_model_without_a_chat_template(refused: Callable[[str], str]) -> None:
@@ -140,21 +167,27 @@ def test_prompts_that_no_number_of_devices_can_run(refused: Callable[[str], str]
     assert "tokenizing prompts: 2/2 requests, " in found
 
 
-def test_what_one_configuration_cannot_run_is_logged(refused: Callable[[str], str]) -> None:
+def test_what_one_configuration_cannot_run_is_logged_and_it_is_not_built(refused: Callable[[str], str]) -> None:
     base = EngineConfig(model="long", device="cpu", speculation=Speculation(algorithm="none", schedule="v2"))
     drafts = replace(base, tensor_parallel=2, speculation=Speculation("standalone", draft="short"))
-    pages = replace(base, kv_pages=2)
+    ngram = replace(base, speculation=Speculation("ngram"))
     options = SweepOptions((1, 2), workload=Workload("in.jsonl", output_len=4, prompts_per_concurrency=1))
-    failed, lines, work = Failed(), list[str](), Benchmark(options)
+    failed, lines = Failed(), list[str]()
     configs = options.fitted(
-        {"base": base, "drafts": drafts, "pages": pages, "long": replace(drafts, max_model_len=90)}
+        {
+            "base": base,
+            "ngram": ngram,
+            "drafts": drafts,
+            "pages": replace(base, kv_pages=2),
+            "full": replace(ngram, kv_pages=9),
+            "long": replace(drafts, max_model_len=90),
+        }
     )
-    check_early(configs, [work], failed, lengths_of=work, log=lines.append)
-    assert not failed, "they may run some of their points, or fail when they are built"
+    assert {*check_early(configs, [Benchmark(options)], failed, log=lines.append)} == {"base", "ngram", "full"}
+    assert {*failed} == {"drafts", "pages", "long"}, "full may run a point at concurrency 1"
     of_prompt = "max_new_tokens of prompt 1=4"
-    reasons = "long: max_model_len=90: the model", f"drafts: {of_prompt}", f"pages: {of_prompt}"
+    reasons = f"drafts: {of_prompt}", f"pages: {of_prompt}", "full: concurrency=2: ", "long: max_model_len=90: the "
     assert all(line.startswith(reason) for line, reason in zip(lines, reasons, strict=True)), lines
-    check_early(configs, [], failed, lengths_of=work, log=pytest.fail)  # all points are finished
 
 
 def test_one_of_several_lengths(refused: Callable[[str], str]) -> None:
@@ -189,9 +222,7 @@ def test_tokenizers_are_loaded_once(refused: Callable[[str], str], watch: Any) -
     config = EngineConfig(model="short", device="cpu")
     configs = {f"pages {pages}": replace(config, page_size=pages, max_running=1) for pages in (4, 8, 16)}
     options = SweepOptions((1,), workload=Workload("in.jsonl", output_len=4, prompts_per_concurrency=1))
-    check_all(configs, Benchmark(options), Path("out"))
-    assert len(loaded) == 1
-    assert longest_of(config) == 64
+    check_early(configs, [Benchmark(options)], Failed())
     assert len(loaded) == 1
 
 
@@ -208,7 +239,7 @@ def test_models_of_an_evaluation_that_are_finished_are_not_checked(
         begun.append(folder)
         return 0
 
-    monkeypatch.setattr("specbatch.evals.grid.is_measured", lambda point, folder: folder.name == "gone")
+    monkeypatch.setattr("specbatch.sweeps.run.runner.is_measured", lambda point, folder: folder.name == "gone")
     monkeypatch.setattr("specbatch.sweeps.run.process.run_in_process", run_in_process)
     models: dict[str, Any] = {name: {"v2": EngineConfig(model=name, device="cpu")} for name in ("gone", "short")}
     with pytest.raises(SpecbatchError, match="max_model_len=64: question 0 of gsm8k"):
@@ -218,9 +249,12 @@ def test_models_of_an_evaluation_that_are_finished_are_not_checked(
     assert begun == [Path("out/gone"), Path("out/short")]
 
 
-def test_models_of_other_machines_need_not_be_on_this_one(refused: Callable[[str], str]) -> None:
+def test_models_of_other_machines_need_not_be_on_this_one(
+    refused: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Opening one would download it."""
-    configs = {"v2": EngineConfig(model="short", device="cpu")}
-    with pytest.raises(SpecbatchError, match="max_model_len=64: question 0 of gsm8k"):
-        evaluations(configs, [grid_options()], Path("out"), elsewhere=False)
-    evaluations(configs, [grid_options()], Path("out"), elsewhere=True)
+    models: dict[str, Any] = {name: {"v2": EngineConfig(model=name, device="cpu")} for name in ("a", "b")}
+    monkeypatch.setattr("specbatch.sweeps.run.process.run_in_process", lambda run, folder, **_: 0)
+    compare(models, {}, grid_options(), Path("out"), Cluster(least=1, most=1))
+    with pytest.raises(SpecbatchError, match="model='a'"):
+        compare(models, {}, grid_options(), Path("out"), None)
