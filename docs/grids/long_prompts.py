@@ -40,7 +40,7 @@ def main() -> None:
         with progress(TOKENIZING, "prompts") as report:
             rows = text.prompts(tokenizer, given.prompts, report)
     except SpecbatchError as error:
-        parser.error(str(error).replace("input_len=", "--tokens=" if given.tokens >= given.window else "--window="))
+        parser.error(str(error).replace("input_len=", "--tokens=").replace("window=", "--window="))
     given.out.write_text("".join(json.dumps({"prompt_token_ids": row}) + "\n" for row in rows))
     print(f"{given.out}: {len(rows)} prompts of {given.tokens} tokens")
 

@@ -34,7 +34,7 @@ from specbatch.cli.generate import generate
 from specbatch.cli.help import Command
 from specbatch.cli.lm_eval import PASSES_ON, lm_eval
 from specbatch.cli.models import models
-from specbatch.cli.options import bounded
+from specbatch.cli.options import bounded, is_given
 from specbatch.cli.output import say
 from specbatch.cli.report import report
 from specbatch.cli.send_one import send_one
@@ -72,7 +72,8 @@ class Worded(Command):
     """A command whose messages name its flags."""
 
     def invoke(self, ctx: Any) -> Any:
-        WORDING.set(Words(flags_of(self.params)))
+        given = [item.name for item in self.params if is_given(ctx, item.name)]
+        WORDING.set(Words(flags_of(self.params, given)))
         return super().invoke(ctx)
 
 

@@ -61,13 +61,6 @@ def word_tables(file: str, tables: Mapping[str, Mapping[str, Any]]) -> None:
         WORDING.set(replace(words, file=file, tables=named))
 
 
-def word_setting(setting: str, option: str) -> None:
-    """Have messages about a setting name another option of the command, which sets it."""
-    words = WORDING.get()
-    if isinstance(words, Words):
-        WORDING.set(replace(words, flags={**words.flags, setting: words.flags[option]}))
-
-
 def configured(engine: EngineOptions, configs: str, **settings: Any) -> dict[str, EngineConfig]:
     """The configurations of --configs: names, or a file whose settings override the command's options; each for every
     model of --model. settings: of `EngineOptions.config`."""

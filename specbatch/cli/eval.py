@@ -17,7 +17,7 @@ from specbatch.cli.eval_grid import check_grid, compare, grid_asked, grids_in_mo
 from specbatch.cli.options import SAMPLING_OPTIONS, EngineOptions, Json, is_given, options_of, takes_engine
 from specbatch.cli.output import fresh_folder, open_replicas, say, show
 from specbatch.cli.servers import SERVER_PANEL, kind_option, only_server
-from specbatch.cli.thinking import CompareThinking, check_compared, word_modes
+from specbatch.cli.thinking import CompareThinking, check_compared
 from specbatch.config.engine_config import EngineConfig
 from specbatch.config.job_size import JobSize
 from specbatch.config.values import whole_numbers
@@ -154,8 +154,6 @@ def evaluate(
     from specbatch.sweeps.run.configurations import by_model
     from specbatch.sweeps.run.loading import one_group, refuse_servers
 
-    if compare_thinking:
-        word_modes(settings["thinking"])
     steps = None if concurrency is None else whole_numbers("concurrency", concurrency)
     if of_server["send"] == "chat":
         settings["chat_template"] = True

@@ -24,7 +24,7 @@ from specbatch.cli.options import (
 )
 from specbatch.cli.output import fresh_folder, results, say, show
 from specbatch.cli.servers import SERVER_PANEL, configured_with_servers, kind_option, only_server
-from specbatch.cli.thinking import CompareThinking, check_compared, word_modes
+from specbatch.cli.thinking import CompareThinking, check_compared
 from specbatch.config.values import whole_numbers
 from specbatch.errors import one_line, refuse
 from specbatch.progress.bars import progress
@@ -167,7 +167,6 @@ def sweep(
     uncapped = workload[RATE] is not None and rounds["concurrency"] is None
     axis = workloads.axis_of(workload)
     if compare_thinking:
-        word_modes(workload["thinking"])
         if axis is not None:
             raise refuse("compare_thinking", True, f"{axis[0]} has several values; leave one of them out")
         axis = THINKING, list(MODES.values())

@@ -7,7 +7,6 @@ from typing import Annotated
 
 from typer import Option
 
-from specbatch.cli.configs import word_setting
 from specbatch.errors import refuse
 from specbatch.servers.server import Server
 from specbatch.sweeps.workload.settings import TEMPLATE
@@ -20,12 +19,6 @@ CompareThinking = Annotated[
         rich_help_panel=TEMPLATE,
     ),
 ]
-
-
-def word_modes(thinking: bool | None) -> None:
-    """Have messages about the mode name the option that asks for both."""
-    if thinking is None:
-        word_setting("thinking", "compare_thinking")
 
 
 def check_compared(thinking: bool | None, models: Iterable[str], servers: Iterable[Server]) -> None:

@@ -6,7 +6,7 @@ Errors name the fields of Python. This is the only place that knows the options 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -21,6 +21,15 @@ _OTHER_NAMES = {
     "schedule": "spec",
     **GRAPHS,
 }  # of settings, by the names that errors use
+# Settings by the options that set them, too, where they have no option of their own or it is not given.
+_SET_BY = {
+    "concurrency": ("batch",),
+    "configs": ("ablation",),
+    "max_model_len": ("max_len",),
+    "max_running": ("concurrency", "batch"),
+    "thinking": ("compare_thinking",),
+    "window": ("input_len",),
+}
 _OF_FILES = (
     "answers", "baseline", "configs", "data", "dataset", "fewshot_data", "gen_kwargs", "peers", "policy",
     "simulate_accept",
@@ -42,8 +51,9 @@ class Flag(NamedTuple):
     of_file: bool
 
 
-def flags_of(params: Iterable[Any]) -> dict[str, Flag]:
-    """The flags of a command's parameters by the names of settings."""
+def flags_of(params: Iterable[Any], given: Collection[str] | None = None) -> dict[str, Flag]:
+    """The flags of a command's parameters by the names of settings: those that set them. given: the parameters that the
+    user gave, None: not known"""
     found: dict[str, Flag] = {}
     for item in params:
         if item.param_type_name == "argument":
@@ -52,8 +62,11 @@ def flags_of(params: Iterable[Any]) -> dict[str, Flag]:
         names = [name for name in item.opts if name.startswith("--")]
         flag = Flag(names[0], next(iter(item.secondary_opts), None), item.is_flag, item.name in _OF_FILES)
         found |= dict.fromkeys([item.name, *(name[2:].replace("-", "_") for name in names)], flag)
-    if "max_len" in found:  # of train-draft, whose engine holds the longest example
-        found["max_model_len"] = found["max_len"]
+    own = found if given is None else given
+    for name, others in _SET_BY.items():
+        by = next((other for other in others if other in own), None)
+        if name not in own and by is not None and not (name == "max_running" and "data_parallel" in own):  # a share
+            found[name] = found[by]
     return found | {other: found[name] for other, name in _OTHER_NAMES.items() if name in found}
 
 

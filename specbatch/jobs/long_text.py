@@ -91,18 +91,25 @@ class LongText:
         return hashlib.sha256("\n".join(found).encode(errors="surrogateescape")).hexdigest()
 
     def windows(
-        self, tokenizer: Tokenizer, size: int, count: int, seed: int, report: Report | None = None
+        self,
+        tokenizer: Tokenizer,
+        size: int,
+        count: int,
+        seed: int,
+        report: Report | None = None,
+        named: str = "input_len",
     ) -> list[Window]:
         """`count` windows of `size` tokens each; the first ones are the same for every count. Refused: more than the
-        text has. report: of the windows, if they are not known from the last call."""
+        text has. report: of the windows, if they are not known from the last call. named: the setting that `size` is
+        from."""
         asked = self, tokenizer, size, count, seed
         if asked not in _LAST:
-            found = self._read(tokenizer, size, count, seed, report or (lambda done, total: None))
+            found = self._read(tokenizer, size, count, seed, report or (lambda done, total: None), named)
             _LAST.clear()
             _LAST[asked] = found
         return _LAST[asked]
 
-    def _read(self, tokenizer: Tokenizer, size: int, count: int, seed: int, report: Report) -> list[Window]:
+    def _read(self, tokenizer: Tokenizer, size: int, count: int, seed: int, report: Report, named: str) -> list[Window]:
         order = random.Random(f"{seed}/long text")
         if self.folder is None:
             streams = [_with_shots(tokenizer, size, order)]
@@ -122,7 +129,7 @@ class LongText:
             has = f"{'GSM8K' if self.folder is None else self.folder} has text for {counted(len(found), 'prompt')}"
             most = "" if self.folder is None else f" or more files of at most {_MOST_BYTES >> 10} KiB"
             works = f"of {size} tokens, not {count}; use fewer prompts, shorter ones{most}"
-            raise refuse("input_len", size, f"{has} {works}")
+            raise refuse(named, size, f"{has} {works}")
         return found
 
     def _texts(self, order: random.Random) -> Iterator[Iterator[tuple[str, str]]]:

@@ -8,6 +8,7 @@ import random
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.job_size import JobSize
@@ -228,9 +229,9 @@ class Workload(WorkloadSettings):
 
     def windows(self, tokenizer: Tokenizer, count: int, report: Report | None = None) -> list[Window]:
         """The windows of long text whose ends are the first `count` prompts; none where they are not long text."""
-        size = max(self.window, bounds(self.input_len)[0])
+        size, named = max((bounds(self.input_len)[0], "input_len"), (self.window, "window"), key=itemgetter(0))
         text = self.long_text
-        return [] if text is None else text.windows(tokenizer, size, count, self.seed, report)
+        return [] if text is None else text.windows(tokenizer, size, count, self.seed, report, named)
 
     def messages(self, count: int) -> list[list[dict[str, Any]] | None]:
         """What the chat template renders as the first `count` prompts; None for those of another kind."""

@@ -66,6 +66,28 @@ def test_names_of_other_commands():
     assert written(refuse("kv_pages", 9, "use more"), "compare") == "kv_pages=9: use more"  # it has no such option
 
 
+@pytest.mark.parametrize(
+    ("command", "given", "error", "message"),
+    [
+        ("sweep", ["concurrency"], refuse("max_running", 99, "use 1"), "--concurrency=99: use 1"),
+        ("sweep", ["concurrency", "max_running"], refuse("max_running", 99, "use 1"), "--max-running=99: use 1"),
+        ("sweep", ["concurrency", "data_parallel"], refuse("max_running", 9, "use 1"), "--max-running=9: use 1"),
+        ("sweep", ["input_len"], refuse("window", 99, "use 1"), "--input-len=99: use 1"),
+        ("sweep", ["compare_thinking"], refuse("thinking", True, "use -"), "--compare-thinking: use -"),
+        ("eval", ["ablation"], refuse("configs", "v1, v2", "use -"), "--ablation='v1, v2': use -"),
+        ("trace", ["batch"], refuse("concurrency", 99, "use 1"), "--batch=99: use 1"),
+        ("bench", ["batch"], refuse("max_running", 99, "use 1"), "--batch=99: use 1"),
+    ],
+)
+def test_a_setting_has_the_name_of_the_option_that_set_it(command, given, error, message):
+    assert in_flags(error, flags_of(COMMANDS[command].params, given)) == message
+
+
+def test_a_command_knows_which_options_were_given(run):
+    result = run("sweep", "--dataset", "gsm8k", "--compare-thinking", "--no-chat-template", "--device", "cpu")
+    assert "error: --compare-thinking: no prompt is rendered by a chat template" in result.stderr
+
+
 def test_tables_of_files_have_keys():
     error = refuse("max_running", 0, "use 1 or draft_tokens='auto', with draft='x'")
     assert in_keys(error, ["max_running", "draft_tokens"]) == (

@@ -49,7 +49,7 @@ REFUSED = [
     ("eval one_digit_choices --spec v2", "algorithm='ngram': task one_digit_choices (multiple_choice) scores given"),
     (
         "eval one_digit_choices --ablation",
-        "configs='baseline, v1, v2': task one_digit_choices (multiple_choice) scores",
+        "--ablation='baseline, v1, v2': task one_digit_choices (multiple_choice) scores",
     ),
     ("eval one_digit_choices --decode-graph whole", "--decode-graph='whole': task one_digit_choices"),
     ("sweep --concurrency 0", "concurrency=0:"),

@@ -83,6 +83,8 @@ def test_kinds_of_text(sweep, tmp_path):
         ),
         ("--input-len 20,20", "--input-len='20,20': 20 is given twice"),
         ("--input-len 20-40", "--input-len='20-40': prompts of long text have one length; give a number"),
+        ("--input-len 20,500", "--input-len=500: "),
+        ("--input-len 20 --window 500", "--window=500: "),
         ("--input-len 500", "has text for 2 prompts of 500 tokens, not 4; use fewer prompts"),
         (
             "--input-len 20,40 --max-model-len 30",
