@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbatch.config.engine_config import EngineConfig
+from specbatch.config.job_size import JobSize
 from specbatch.core.sampling_params import SamplingParams
 from specbatch.engine.requests.prompt_reader import check_size
 from specbatch.errors import about, counted, refuse
@@ -140,7 +141,12 @@ class Benchmark:
         return self.options.workload.requests(concurrency)
 
     def load(self, configs: Configs, log: Log | None, failed: Failed | None) -> AbstractContextManager[Engines]:
-        return connected(configs, log, self.options.workload, failed)
+        own = engines_of(configs)
+        for ready in (
+            self.made.values() if self.lengths.uncapped else ()
+        ):  # their lengths are known
+            own = {name: replace(config, job=ready.size) for name, config in own.items()}
+        return connected({**configs, **own}, log, self.options.workload, failed)
 
     def prepare(self, engines: Engines, tokenizer: Tokenizer, report: Report | None = None) -> BenchmarkPrompts:
         most = min([sys.maxsize, *(engine.caps.get("max_model_len", sys.maxsize) for engine in engines.values())])
@@ -266,6 +272,12 @@ class BenchmarkPrompts:
         about |= {"sources": self.sources[: options.workload.count(concurrency)] or None}
         known = {name: value for name, value in about.items() if value is not None}
         return describe(options.workload, self._of(concurrency)[0]) | known
+
+    @property
+    def size(self) -> JobSize:
+        """What an engine that chooses its capacity should know of them."""
+        estimate = self.workload.size(len(self.prompts))
+        return replace(estimate, prompt_tokens=sum(map(len, self.prompts)) / len(self.prompts))
 
     @property
     def workload(self) -> Workload:

@@ -18,9 +18,11 @@ from specbatch.cli.configs import configured
 from specbatch.cli.options import ENGINE_OPTIONS, EngineOptions
 from specbatch.cli.servers import configured_with_servers
 from specbatch.config.engine_config import EngineConfig
+from specbatch.config.job_size import JobSize
 from specbatch.errors import SpecbatchError
 from specbatch.records.sweep_plan import Point, points
 from specbatch.sweeps.report.points import load_records
+from specbatch.sweeps.run import loading
 from specbatch.sweeps.run.benchmark import SweepOptions
 from specbatch.sweeps.run.configurations import by_model
 from specbatch.sweeps.run.engine_groups import LoadedGroup, groups_of, in_batches
@@ -204,6 +206,20 @@ def test_workers_of_a_cluster_take_one_group(tmp_path: Path) -> None:
         one_group(grid(tmp_path, "tensor_parallel", [1, 2], {}))
     one_group(configured(BASE, "baseline,v2"))
     assert in_batches([Point("a", 0, 1, 1)], [{"a": 1}]) == [(0, [Point("a", 0, 1, 1)])]
+
+
+def test_memory_is_planned_for_the_answers_of_conversations(tmp_path: Path, watch: Any) -> None:
+    """Where nothing else limits the requests in flight, and whose lengths only the tokenizer knows."""
+    jobs = watch(loading, "load_engine", before=lambda name, config, *_, **__: config.job)
+    talks = [
+        {"conversations": [{"from": "human", "value": "ask" * size}, {"from": "gpt", "value": "x" * 10 * size}]}
+        for size in (1, 3)
+    ]
+    (tmp_path / "talks.json").write_text(json.dumps(talks))
+    how: Any = {"chat_template": False, "uncapped": True, "num_prompts": 2}
+    base = EngineConfig("toy", load_format="dummy", device="cpu", page_size=4, memory_fraction=0.2)
+    run_sweep({"one": base}, SweepOptions((2,), 1, Workload(SHAREGPT, tmp_path / "talks.json", **how)), tmp_path)
+    assert jobs == [JobSize(requests=2, prompt_tokens=6, new_tokens=20)]
 
 
 @pytest.mark.parametrize("is_known", [True, False])
