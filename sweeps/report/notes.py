@@ -74,7 +74,7 @@ def notes(
     found += left_out(records)
     if "step_s" in shown:
         found += short_runs(finished)
-    found += [*limits_changed(finished), *_cached(points), *_few_requests(points, shown)]
+    found += [*limits_changed(finished), *_cached(points), *_cached_states(finished), *_few_requests(points, shown)]
     found += [*shared(finished), *simulated(records), *tokens_differ(finished)]
     for (concurrency, name), repeats in points.items():
         for line in draft_length_lines((record.counters for record in repeats), repeats[0].caps):
@@ -156,6 +156,16 @@ def _few_requests(points: Mapping[tuple[Any, ...], list[RunRecord]], shown: Coll
         if missing:
             names, least = " and ".join(missing), least_values(percent)
             yield Note(f"{names}: not shown for fewer than {least} requests, all repeats together.")
+
+
+def _cached_states(records: list[RunRecord]) -> Iterator[Note]:
+    """A warning where configurations hold the recurrent states of different numbers of prefixes."""
+    recurrent = [one for one in records if one.caps.get("state_bytes")]
+    held = {one.workload["configuration"]: one.caps.get("cached_states", 0) for one in recurrent}
+    if len({*held.values()}) > 1:
+        numbers = ", ".join(f"{count} ({name})" for name, count in held.items())
+        text = f"speedups include that configurations have memory for the states of {numbers} prefixes"
+        yield Note(text, "CACHES DIFFER", "a smaller --kv-pages for all leaves more room")
 
 
 def _cached(points: Mapping[tuple[Any, ...], list[RunRecord]]) -> Iterator[Note]:

@@ -49,6 +49,15 @@ def test_notes_of_many_points_are_one_line():
     )
 
 
+@pytest.mark.parametrize(("states", "is_said"), [((64, 40), True), ((64, 0), True), ((64, 64), False)])
+def test_caches_of_different_sizes_are_one_line(states, is_said):
+    records = [record(name, 1, 10.0, concurrency=size) for size in (1, 4) for name in ("baseline", "v1")]
+    for number, one in enumerate(records):
+        one.caps |= {"state_bytes": 9, "cached_states": states[number % 2]}
+    text, line = text_of(records), f"have memory for the states of {states[0]} (baseline), {states[1]} (v1) prefixes; "
+    assert text.count(line) == text.count("CACHES DIFFER") == int(is_said)
+
+
 def test_chosen_draft_lengths_are_shown():
     """All repeats together."""
     records = [record("baseline", 1, 10.0), record("v1", 1, 10.0), record("v1", 2, 10.0)]
