@@ -35,16 +35,16 @@ from specbatch.sweeps.report.parts import load_parts, part_files
 from specbatch.sweeps.report.pivots import FILES as PIVOTS
 from specbatch.sweeps.report.pivots import asked_in, made
 from specbatch.sweeps.report.points import load_records
-from specbatch.sweeps.report.report import table_files
+from specbatch.sweeps.report.report import draw_all, table_files
 
 RESULTS = Path(__file__).parent
 
 
 def tables_of(archive: Path) -> dict[str, str]:
     """All tables that the records of a sweep or of several, a bench or an evaluation make: content by name. Pivot
-    tables and gains are those that the files beside the archive name."""
+    tables and gains are those that the files beside the archive name; plots of a sweep are drawn if some are there."""
     with unpacked("records", archive) as folder:
-        return _of_runs(folder) | _pivots(archive, folder) | _gains(archive, folder)
+        return _of_runs(folder) | _plots(archive, folder) | _pivots(archive, folder) | _gains(archive, folder)
 
 
 def _of_runs(folder: Path) -> dict[str, str]:
@@ -59,6 +59,12 @@ def _of_runs(folder: Path) -> dict[str, str]:
         return {"summary.md": write_tables(folder), "summary.csv": (folder / "summary.csv").read_text()}
     parts = load_parts(folder)
     return {} if parts is None else part_files(parts)[0]  # without: there are pivot tables of them
+
+
+def _plots(archive: Path, folder: Path) -> dict[str, str]:
+    if not (archive.with_name("plots").exists() and (folder / PLAN).exists()):
+        return {}
+    return {f"plots/{one.plot.name}.svg": one.svg for one in draw_all(load_records(folder)) if one.svg}
 
 
 def _pivots(archive: Path, folder: Path) -> dict[str, str]:

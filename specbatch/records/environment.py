@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 from functools import cache
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def hardware() -> dict[str, Any]:
         if torch.cuda.is_available():
             properties = torch.cuda.get_device_properties(torch.cuda.current_device())
             found["gpu"] = properties.name
+            found["gpu_id"] = sha256(str(properties.uuid).encode()).hexdigest()[:8]
             found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)
             found["cuda"] = torch.version.cuda
     if (driver := nvidia_driver()) is not None:

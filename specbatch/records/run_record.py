@@ -54,7 +54,8 @@ class RunRecord:
     )
     hardware: Annotated[
         dict[str, Any],
-        "CPU, cores and memory; on a GPU its name, memory, CUDA version (`cuda`) and NVIDIA driver (`driver`)",
+        "CPU, cores and memory; on a GPU its name, `gpu_id` (from its UUID, which tells two GPUs of one name apart), "
+        "memory, CUDA version (`cuda`) and NVIDIA driver (`driver`)",
     ] = field(default_factory=lambda: hardware())
     provenance: Annotated[
         dict[str, Any],

@@ -32,7 +32,7 @@ from specbatch.sweeps.check.verdict import (
     noise_of,
 )
 from specbatch.sweeps.report.heading import heading, run_on
-from specbatch.sweeps.report.point_notes import replay_notes
+from specbatch.sweeps.report.point_notes import replay_note, unused_graphs
 
 _SHOWN = 20  # prompts in the table; the file has all
 _QUANTILES = (0.5, 0.9, 0.99, 0.999)
@@ -337,7 +337,7 @@ class CheckReport:
                 "Activations were quantized to FP8: a last bit that a verify, chunks or graphs change can move an "
                 "activation to the next FP8 value. --no-fp8-activations shows which divergences remain."
             )
-        notes += map(str, replay_notes(record, "checked"))
+        notes += (str(replay_note(graphs, "checked")) for graphs in unused_graphs(record))
         return notes
 
 

@@ -33,7 +33,7 @@ from specbatch.records.metric import Better, Metric
 from specbatch.records.metrics import METRICS, keys_by_place
 from specbatch.records.runs import Pairs, PointKey, Replicates, Run, answers_of, differences, load_run, match
 from specbatch.records.verdicts import NOT_INTERLEAVED, NOT_JUDGED, ONE_REPEAT, Speedup, speedup_of, verdict_of
-from specbatch.sweeps.report.point_notes import replay_notes
+from specbatch.sweeps.report.point_notes import replay_note, unused_graphs
 from specbatch.sweeps.report.sentences import conclusion
 
 COMPARED = keys_by_place("compare")
@@ -346,7 +346,7 @@ def _failures(point: Replicates, where: str) -> Iterator[str]:
 
 def _notes(point: Replicates, where: str) -> Iterator[str]:
     for record in point.records:
-        yield from map(str, replay_notes(record, where))
+        yield from (str(replay_note(graphs, where)) for graphs in unused_graphs(record))
         wanted = record.workload.get("requests") or record.workload.get("prompts", len(record.requests))
         if isinstance(wanted, int) and (done := record.metrics.get("requests") or 0) < wanted:
             yield f"INCOMPLETE: {where}: {done:g} of {wanted} prompts finished"

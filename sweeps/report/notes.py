@@ -25,6 +25,8 @@ from specbatch.sweeps.report.point_notes import (
     failed,
     left_out,
     limits_changed,
+    mixed_rounds,
+    no_replays,
     of_record,
     shared,
     short_runs,
@@ -68,10 +70,10 @@ def notes(
         text = f"Concurrency counts the requests on all {replicas}; a full batch is the share of one replica."
         found.append(Note(text))
     finished = [record for record in records if not record.error]
-    found += failed(records)
+    found += [*failed(records), *no_replays(finished)]
     for record in finished:
         found += of_record(record)
-    found += left_out(records)
+    found += [*left_out(records), *mixed_rounds(finished)]
     if "step_s" in shown:
         found += short_runs(finished)
     found += [*limits_changed(finished), *_cached(points), *_cached_states(finished), *_few_requests(points, shown)]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from specbatch.errors import counted
+from specbatch.errors import counted, listed
 from specbatch.records.metrics import METRICS
 from specbatch.records.run_record import RunRecord
 from specbatch.records.steps import MIN_FULL_STEPS
@@ -15,6 +16,7 @@ ERRORS_SHOWN = 3
 RANDOM_PROMPTS = "RANDOM PROMPTS"
 IMPROBABLE = 0.8  # of log(vocabulary), as a loss per token: tokens drawn at random have at least 1, text much less
 BUSY_CLIENT = 0.6  # of a core
+MACHINE = ("gpu", "gpu_id", "cpu", "cores")  # of a record's hardware: what tells one machine from another
 CHANGED = 1.03  # by which a limit of a GPU may differ between two measurements without a note
 STATES = (
     ("sm_clock_mhz", "clock", "MHz"),
@@ -24,17 +26,27 @@ STATES = (
 )
 
 
-def replay_notes(record: RunRecord, where: str) -> Iterator[Note]:
+def unused_graphs(record: RunRecord) -> Iterator[str]:
     """CUDA graphs that were requested and never replayed."""
     for kind, mode in record.config["graphs"].items():
         if mode == "off":
             continue
         replays = {name: graph["replays"] for name, graph in record.graphs(kind).items()} or {kind: 0}
-        for name, count in replays.items():
-            if not count:
-                yield Note(
-                    f"{where}: {name.replace('_', ' ')} graphs were requested and none was replayed.", "NO REPLAYS"
-                )
+        yield from (name.replace("_", " ") for name, count in replays.items() if not count)
+
+
+def replay_note(graphs: str, where: str) -> Note:
+    return Note(f"{where}: {graphs} graphs were requested and none was replayed.", "NO REPLAYS")
+
+
+def no_replays(records: list[RunRecord]) -> Iterator[Note]:
+    """Graphs that were never replayed, those of a configuration in one note."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for record in records:
+        for graphs in unused_graphs(record):
+            found.setdefault((record.workload["configuration"], graphs), []).append(place_of(record))
+    for (_, graphs), places in found.items():
+        yield replay_note(graphs, places_in_short(places))
 
 
 def failures(record: RunRecord) -> list[tuple[str, int]]:
@@ -112,6 +124,24 @@ def _heat(records: list[RunRecord]) -> str:
     return ", ".join(parts) if parts else "clocks and temperatures are unknown"
 
 
+def mixed_rounds(records: list[RunRecord]) -> Iterator[Note]:
+    """Rounds of which some points were measured on another machine, as of a sweep that was continued there."""
+    rounds: dict[tuple[int, int], dict[tuple[Any, ...], list[str]]] = {}
+    for record in records:
+        work, machine = record.workload, tuple(record.hardware.get(name) for name in MACHINE)
+        names = rounds.setdefault((work["concurrency"], work["repeat"]), {}).setdefault(machine, [])
+        names.append(work["configuration"])
+    for (concurrency, repeat), found in rounds.items():
+        if len(found) > 1:
+            differ = [place for place, values in enumerate(zip(*found, strict=True)) if len(set(values)) > 1]
+            parts = "; ".join(
+                f"{listed(names)} with {', '.join(f'{MACHINE[place]} {machine[place]}' for place in differ)}"
+                for machine, names in found.items()
+            )
+            text = f"ratios at concurrency {concurrency}, repeat {repeat}, compare machines, too: {parts}"
+            yield Note(text, "OTHER MACHINE", "delete the points of this round and repeat the command")
+
+
 def of_record(record: RunRecord) -> Iterator[Note]:
     work, where = record.workload, place_of(record)
     if record.metrics["requests"] != work.get("requests", work["prompts"]):
@@ -121,7 +151,6 @@ def of_record(record: RunRecord) -> Iterator[Note]:
         yield Note(f"{where}: {counted(int(retractions), 'request')} waited for KV pages.", "RETRACTED")
     if record.drafts and _drafted_nothing(record):
         yield Note(f"{where}: nothing was drafted, so this row does not show speculation.", "NO DRAFTS")
-    yield from replay_notes(record, where)
     for error, count in failures(record):
         yield Note(f"{where}: {counted(count, 'request')}: {error}.", "FAILED")
 

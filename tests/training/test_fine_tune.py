@@ -18,12 +18,15 @@ SCRIPT = Path(__file__).parents[2] / "docs/grids/fine_tune.py"
 
 
 @pytest.mark.slow  # imports transformers
-def test_checkpoints_move_away_from_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapters", [[], ["--lora", "4"]], ids=["all-weights", "lora"])
+def test_checkpoints_move_away_from_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapters: list[str]
+) -> None:
     model, out = write_letters(tmp_path / "model"), tmp_path / "out"
     described = json.loads((model / "config.json").read_text()) | {"dtype": "bfloat16"}  # as transformers 5 writes it
     (model / "config.json").write_text(json.dumps(described))
     words = ["--steps", "0,2,20", "--lr", "3e-3", "--batch", "2", "--device", "cpu", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(model), *words])
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(model), *words, *adapters])
     runpy.run_path(str(SCRIPT), run_name="__main__")
     lines = [json.loads(line) for line in (out / "steps.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 2, 20]
@@ -35,6 +38,9 @@ def test_checkpoints_move_away_from_the_first(tmp_path: Path, monkeypatch: pytes
     }
     assert {weight.dtype for weight in last.values()} == {torch.bfloat16}
     assert first.keys() == last.keys()
+    moved = {name for name in first if not torch.equal(first[name], last[name])}
+    assert any("q_proj" in name for name in moved)
+    assert any("norm" in name or "embed" in name for name in moved) == (not adapters)
     with letters_engine(out / "step-20") as engine:
         assert engine.generate(["Question: 1 + 1?"], SamplingParams(max_new_tokens=4))[0].token_ids
 

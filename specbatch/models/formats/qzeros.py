@@ -31,5 +31,5 @@ def check_symmetric(found: Iterable[str], tensor: Callable[[str], torch.Tensor])
         if name.endswith(QZEROS):
             stored = tensor(name).flatten().view(torch.uint8)
             if bool((stored != stored[:1]).any()):
-                works = "its zero points differ, so these weights are not symmetric; give their layer \"sym\": false"
+                works = 'its zero points differ, so these weights are not symmetric; give their layer "sym": false'
                 raise refuse("model", name, works)

@@ -48,6 +48,33 @@ def test_graphs_that_were_never_replayed_are_named():
     assert "decode graphs" not in text
 
 
+def test_graphs_that_no_point_of_a_configuration_replayed_are_one_note():
+    records = [record(name, repeat, 10.0) for repeat in (1, 2, 3) for name in ("baseline", "v1")]
+    for one in records:
+        one.config["graphs"] = {"decode": "off", "prefill": "piecewise"}
+        one.counters["graphs"] = {"target_prefill": {"replays": one.workload["configuration"] == "v1"}}
+    text = text_of(records)
+    assert text.count("NO REPLAYS") == 1
+    assert "NO REPLAYS: baseline at concurrency 4, repeat 1, and 2 other points: target prefill graphs were" in text
+
+
+def test_rounds_of_two_machines_are_named():
+    """A sweep that was continued on another machine; a round that was measured there as a whole needs no note."""
+    records = [record(name, repeat, 10.0) for repeat in (1, 2, 3) for name in ("baseline", "v1", "v2")]
+    for one in records:
+        other = one.workload["repeat"] == 3 or (one.workload["repeat"] == 2 and one.workload["configuration"] != "v1")
+        one.hardware = {"gpu": "NVIDIA H200", "gpu_id": "22" if other else "11", "cpu": "abacus", "cores": 2}
+    text = text_of(records)
+    assert text.count("OTHER MACHINE") == 1
+    assert (
+        "* OTHER MACHINE: ratios at concurrency 4, repeat 2, compare machines, too: baseline and v2 with gpu_id 22; "
+        "v1 with gpu_id 11; delete the points of this round and repeat the command\n" in text
+    )
+    for one in records:
+        del one.hardware["gpu_id"]  # of an earlier version
+    assert "OTHER MACHINE" not in text_of(records)
+
+
 def test_repeated_prompts_are_noted():
     records = [record(name, 1, 10.0, distinct_prompts=1) for name in ("baseline", "v1")]
     text = text_of(records)
