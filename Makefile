@@ -1,6 +1,7 @@
 # make demo   set up, fetch the bundled model, answer sums and compare configurations: under five minutes on two cores
 # make test   set up, check style and types, run the quick tests: under five minutes
-# make test-all  the same with all tests
+# make test-slow  the slow tests: of those with thousands of cases, 250 each, others every week or with SAMPLE=N
+# make test-all  the same as make test with all tests
 # make fuzz   many rounds of each fuzz test: FUZZ=N rounds
 #
 # Packages are installed in the versions of constraints.txt; `make test CONSTRAINTS=` installs the newest ones that
@@ -9,12 +10,13 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 VENV ?= .venv
 FUZZ ?= 3000
+SAMPLE ?= $(shell date +%G%V)
 BIN = $(VENV)/bin
 CHECKED = $(VENV)/checked
 INSTALLED = $(VENV)/$(if $(CONSTRAINTS),.installed,.newest)
 INSTALL = $(BIN)/pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS),--upgrade --upgrade-strategy eager)
 
-.PHONY: demo test test-all fuzz check
+.PHONY: demo test test-slow test-all fuzz check
 
 demo: $(INSTALLED)
 	$(BIN)/specbatch models pull smollm2-135m
@@ -25,6 +27,10 @@ demo: $(INSTALLED)
 
 test: check
 	$(BIN)/pytest -q -n 2 --dist worksteal
+
+test-slow: $(INSTALLED)
+	$(INSTALL) --editable '.[test,ray,test-servers]'
+	$(BIN)/pytest -q -n 2 --dist worksteal -m slow --sample $(SAMPLE)
 
 test-all: check
 	$(INSTALL) --editable '.[test,ray,test-servers]'

@@ -21,8 +21,11 @@ import atexit
 import gc
 import signal
 from collections.abc import Generator
+from random import Random
 
 import pytest
+
+MOST = 250  # cases of a test with `--sample`: all have fewer but those that combine every drafter with every target
 
 # A shell has what it runs in the background ignore interruptions, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -39,6 +42,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fuzz")
     group.addoption("--fuzz", type=int, metavar="N", help="rounds of each fuzz test, in place of a few")
     group.addoption("--fuzz-seed", type=int, metavar="SEED", help="only the round with this seed")
+    group = parser.getgroup("slow tests")
+    group.addoption("--sample", metavar="SEED", help=f"at most {MOST} cases of each test, drawn with this seed")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`--sample`, of the cases that other options leave."""
+    seed = config.getoption("sample")
+    if seed is None:
+        return
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {
+        item for test, cases in tests.items() for item in Random(f"{seed} {test}").sample(cases, min(len(cases), MOST))
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -259,9 +259,9 @@ def test_no_drafts_where_none_is_accepted_and_the_most_where_all_are(
     speculation = replace(auto(name, schedule), simulate_accept=profile)
     engine = toy_engine(speculation=speculation, graphs=graphs, max_model_len=300, max_running=2)
     prompts = [list(prompt) for prompt in toy.prompts()[:2]]
-    engine.generate(prompts, SamplingParams(max_new_tokens=80, ignore_eos=True))  # it learns
+    engine.generate(prompts, SamplingParams(max_new_tokens=160, ignore_eos=True))  # it learns
     engine.reset_record()
-    engine.generate(prompts, SamplingParams(max_new_tokens=80, ignore_eos=True))
+    engine.generate(prompts, SamplingParams(max_new_tokens=160, ignore_eos=True))
     assert shares(engine)[wanted] > 0.9
 
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from targets import HYBRIDS, LONGEST, WITHOUT_ATTENTION, TargetCheckpoint, Targets
+from targets import HYBRIDS, LONGEST, SIZES, WITHOUT_ATTENTION, TargetCheckpoint, Targets
 
 from specbatch import Engine, EngineConfig, SpecbatchError
 from specbatch.core.sampling_params import SamplingParams
+from specbatch.models.config import ModelConfig
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,8 @@ def test_routing_and_decay_weights_must_be_finite(
 
 
 OWN: dict[str, dict[str, Any]] = {"three": {}, "one": {"draft_tokens": 1}, "corpus": {"corpus": "run", "corpus_min": 2}}
-OWN_CASES = [(name, how) for name in HYBRIDS if name != "qwen3-moe" for how in OWN]
+RECURRENT = [name for name in HYBRIDS if ModelConfig.from_dict(SIZES | HYBRIDS[name]).recurrent_layers]
+OWN_CASES = [(name, how) for name in RECURRENT for how in OWN]
 
 
 @pytest.mark.parametrize(

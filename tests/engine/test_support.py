@@ -47,8 +47,10 @@ def test_recurrent_drafts_make_chains_of_a_fixed_number(family: str, setting: st
 
 
 @pytest.mark.slow
-def test_every_family_runs_with_every_draft():
-    assert [item for item in support.of_families("cpu") if not item.runs] == []
+def test_every_family_runs_with_every_draft_but_uno_which_adapts_dense_layers():
+    refused = {(item.what, item.draft) for item in support.of_families("cpu") if not item.runs}
+    dense = {name for name in support.FAMILIES if name.split(",")[0] in ("Llama", "Mistral", "Qwen2", "Qwen3")}
+    assert refused == {(name, "uno") for name in support.FAMILIES.keys() - dense}
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ MUTANTS = {
     "a node without its ancestors": (tree_verify, "ancestors & ~good == 0", "good >> node & 1 == 1"),
     "any child": (tree_verify, "right = (drafts == chosen.gather(1, parents))", "right = (drafts >= 0)"),
     "the leaf of the last row": (tree_verify, ".argmax(1, keepdim=True)", ".argmin(1, keepdim=True)"),
-    "tokens of the rows in order": (acceptance, "tokens = tokens.gather(1, path)", "pass"),
+    "tokens of the rows in order": (acceptance, "tokens = tokens.gather(1, path)\n    return", "pass\n    return"),
     "row before": (acceptance, "sample(logits, positions, TARGET)", "sample(logits.roll(1, 1), positions, TARGET)"),
     "one number": (acceptance, "sample(logits, positions, TARGET)", "sample(logits, positions * 0 + 1, TARGET)"),
     "accept the argmax": (acceptance, "walk_tree_ref(tokens, ", "walk_tree_ref(logits.argmax(-1), "),
@@ -89,6 +89,11 @@ def test_any_tree_is_lossless(toy: Toy, count: int, depth: int) -> None:
 def test_a_tree_of_all_texts_is_lossless() -> None:
     nodes = [text for length in (1, 2) for text in itertools.product(range(3), repeat=length)]
     assert error(Toy(3, 3, 4), accept_ref, nodes, len(nodes)) < 1e-12
+
+
+def test_wrong_rules_are_variants_of_the_code_as_it_is() -> None:
+    for changes in MUTANTS.values():
+        mutant(*changes)
 
 
 @pytest.mark.parametrize("name", first_quick(2, MUTANTS))

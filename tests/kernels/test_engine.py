@@ -386,7 +386,7 @@ def test_padding_rows_and_piecewise_graphs(
 ) -> None:
     build, _ = kernel_engine
     prompts = [list(prompt) for prompt in toy.prompts()[4:7]]
-    drafts = Speculation("standalone", draft="self:skip=1-3", draft_tokens=1)
+    drafts = Speculation("standalone", draft="self:skip=1-2", draft_tokens=1)
     engine = build(speculation=drafts, graphs=Graphs("whole", "piecewise"), max_running=4, prefill_chunk=20)
     done = engine.generate(prompts, SamplingParams(max_new_tokens=3, ignore_eos=True))
     assert [tuple(item.token_ids) for item in done] == [toy.greedy(tuple(prompt))[:3] for prompt in prompts]

@@ -112,6 +112,11 @@ def test_any_deterministic_draft_is_lossless(toy: Toy, count: int) -> None:
         assert toy.error(emitted(toy, accept_ref, drafts, drafted, sampled=False), count + 1) < 1e-12, drafts
 
 
+def test_wrong_rules_are_variants_of_the_code_as_it_is() -> None:
+    for changes in MUTANTS.values():
+        mutant(acceptance, *changes)
+
+
 @pytest.mark.parametrize("name", first_quick(3, MUTANTS))
 def test_enumeration_catches_a_wrong_rejection_rule(name: str) -> None:
     rule = mutant(acceptance, *MUTANTS[name])

@@ -169,9 +169,12 @@ def test_logits_do_not_depend_on_company(monkeypatch: pytest.MonkeyPatch, name: 
     """With tiles of one size, of which numpy adds all alike; the rest of a model runs the references."""
 
     def prefill(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: RaggedBatch, window: int, sinks: torch.Tensor | None
-    ) -> Any:
-        return span_attention_triton.prefill_attention(PrefillInputs(q, None, None, k, v, spans, window, sinks=sinks))
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: RaggedBatch, window: int, sinks: torch.Tensor | None,
+        scale: float | None, *scales: torch.Tensor | None,
+    ) -> Any:  # fmt: skip
+        assert scale is None
+        inputs = PrefillInputs(q, None, None, k, v, spans, window, None, sinks, *scales)
+        return span_attention_triton.prefill_attention(inputs)
 
     monkeypatch.setattr(span_attention_triton, "SPAN", 32)
     monkeypatch.setattr(span_attention, "SpanDecodeAttention", span_attention_triton.decode_attention)
