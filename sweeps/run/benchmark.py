@@ -141,10 +141,8 @@ class Benchmark:
         return self.options.workload.requests(concurrency)
 
     def load(self, configs: Configs, log: Log | None, failed: Failed | None) -> AbstractContextManager[Engines]:
-        own = engines_of(configs)
-        for ready in (
-            self.made.values() if self.lengths.uncapped else ()
-        ):  # their lengths are known
+        own, ready = engines_of(configs), next(iter(self.made.values()), None)
+        if self.lengths.uncapped and ready is not None:  # the lengths are known
             own = {name: replace(config, job=ready.size) for name, config in own.items()}
         return connected({**configs, **own}, log, self.options.workload, failed)
 
