@@ -199,8 +199,8 @@ def test_rounds_of_two_machines_are_named(tmp_path: Path) -> None:
     path = tmp_path / "b/ngram/c2/r2/record.json"
     made = json.loads(path.read_text())
     path.write_text(json.dumps(made | {"hardware": {"cpu": "slide rule", "cores": 2}}))
-    note = "* OTHER MACHINE: input tokens 1024: ratios at concurrency 2, repeat 2, compare machines, too: baseline with "
-    assert f"{note}cpu abacus; ngram with cpu slide rule; delete the points" in write_parts(tmp_path)[0]
+    note = "* OTHER MACHINE: input tokens 1024: ratios at concurrency 2, repeat 2, compare machines, too: "
+    assert f"{note}baseline with cpu abacus; ngram with cpu slide rule; delete the points" in write_parts(tmp_path)[0]
 
 
 @pytest.mark.usefixtures("no_plots")
