@@ -25,7 +25,7 @@ from specbatch.records.runs import Replicates
 from specbatch.records.store import RECORD
 from specbatch.records.sweep_plan import LEFT_OUT, PLAN, Described, folder_name
 from specbatch.records.verdicts import ONE_REPEAT, speedup_of
-from specbatch.sweeps.report.point_notes import server_notes
+from specbatch.sweeps.report.point_notes import mixed_rounds, server_notes
 
 SUMMARY = ("summary.md", "summary.csv", "summary.json")
 SHOWN = ("accept_length", "mean_ttft_s", "mean_tpot_s", "output_throughput")
@@ -183,6 +183,7 @@ class Grid:
         every = [one for reports in self.reports.values() for one in reports]
         noted = dict.fromkeys(note for one in every for note in one.notes)
         noted |= dict.fromkeys(str(note) for one in every if one.record.of_server for note in server_notes(one.record))
+        noted |= dict.fromkeys(map(str, mixed_rounds([one.record for one in every])))
         warning += "".join(f" Note: {note}." for note in noted)
         ratios = (
             f" Speedup (ratio of output tok/s, {spread}) and difference (of the first score on the same questions, "

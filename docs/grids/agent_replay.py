@@ -43,7 +43,8 @@ def call(number: int, name: str, path: str) -> list[Message]:
 
 def conversation(package: Path, turns: int) -> list[Message] | None:
     """None for a package with too few files."""
-    files = [path for path in sorted(package.rglob("*.py")) if 400 < path.stat().st_size < 200_000][: turns - 2]
+    sources = (path for path in sorted(package.rglob("*.py")) if path.is_file())
+    files = [path for path in sources if 400 < path.stat().st_size < 200_000][: turns - 2]
     if len(files) < turns - 2:
         return None
     listing = "\n".join(f"{path.relative_to(package)}  {path.stat().st_size} bytes" for path in files)
@@ -89,6 +90,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.turns < 3:
         parser.error(f"--turns={given.turns}: must be at least 3: a listing, a file and an answer")
+    if given.conversations < 1:
+        parser.error(f"--conversations={given.conversations}: must be at least 1")
     if not given.folder.is_dir():
         parser.error(f"FOLDER={str(given.folder)!r}: no such folder")
     packages = (

@@ -15,8 +15,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import random
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -58,31 +60,69 @@ def moved(model: Any, first: dict[str, torch.Tensor]) -> float:
     return (change / sum(float(weight.float().square().sum()) for weight in first.values())) ** 0.5
 
 
+def steps(text: str) -> list[int]:
+    try:
+        found = sorted({int(step) for step in text.split(",")})
+    except ValueError:
+        found = [-1]
+    if found[0] < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: use numbers of steps, such as 0,50,200")
+    return found
+
+
+def count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a number of 1 or more")
+    return int(text)
+
+
+def rate(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: use a number of 0 or more, such as 1e-5")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--data", type=Path)
-    parser.add_argument("--steps", default="0,50,200,800")
-    parser.add_argument("--lr", type=float, default=1e-5)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank; default: all weights")
+    parser.add_argument("--steps", type=steps, default="0,50,200,800")
+    parser.add_argument("--lr", type=rate, default=1e-5)
+    parser.add_argument("--batch", type=count, default=16)
+    parser.add_argument("--lora", type=count, metavar="RANK", help="train adapters of this rank; default: all weights")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
-    saved = sorted({int(step) for step in given.steps.split(",")})
+    saved = given.steps
     if not given.model.is_dir():
         parser.error(f"MODEL={str(given.model)!r}: must be a folder; use that of `hf download` for a hub id")
     if given.out.exists():
         parser.error(f"--out={str(given.out)!r} exists; name a new folder")
     try:
         dtype = ModelConfig.from_dict(read_config(given.model / "config.json")).dtype or "float32"
+        tokenizer = Tokenizer.from_folder(given.model)
         rows = (read_questions("data", given.data) if given.data else bundled_questions("gsm8k_train")).rows
     except SpecbatchError as error:
         parser.error(str(error))
+    if given.batch > len(rows):
+        parser.error(f"--batch={given.batch}: there are {len(rows)} questions; use at most as many")
+    if given.lora and find_spec("peft") is None:
+        parser.error(f"--lora={given.lora} needs peft: pip install peft")
+    try:
+        torch.empty(0, device=given.device)
+    except (RuntimeError, AssertionError) as error:
+        parser.error(f"--device={given.device!r}: {str(error).splitlines()[0]}")
     torch.manual_seed(given.seed)
     kept = getattr(torch, dtype) if given.lora else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=kept).to(given.device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(given.model, dtype=kept).to(given.device)
+    except (OSError, ValueError) as error:
+        parser.error(f"MODEL={str(given.model)!r}: {str(error).splitlines()[0]}")
     first = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
     if given.lora:
         from peft import LoraConfig, get_peft_model
@@ -92,7 +132,7 @@ def main() -> None:
         model.gradient_checkpointing_enable()  # transformers 5.23 warns of a new name, which earlier ones lack
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=given.lr, weight_decay=0.0)
-    source, losses = batches(Tokenizer.from_folder(given.model), rows, given.batch, given.seed), list[float]()
+    source, losses = batches(tokenizer, rows, given.batch, given.seed), list[float]()
     given.out.mkdir(parents=True)
     for step in range(saved[-1] + 1):
         if step in saved:

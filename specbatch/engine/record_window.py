@@ -12,6 +12,7 @@ from specbatch.engine.device.device_worker import DeviceWorker
 from specbatch.engine.schedule.runner import Runner
 from specbatch.engine.scoring import Tally
 from specbatch.memory.state_cache import StateCache, StateCounters
+from specbatch.records.environment import hardware
 from specbatch.records.run_record import RunRecord
 from specbatch.records.run_totals import RunTotals
 from specbatch.records.summarize import most_at_once, peak_throughput, request_metrics, step_metrics
@@ -118,6 +119,4 @@ class RecordWindow(RequestWindow):
         if self._state_cache is not None:
             counters["states"] = asdict(self._state_cache.counters)
         metrics, counters, requests = self.complete(counters, concurrency)
-        return RunRecord(
-            config=config, caps=caps, metrics=metrics, counters=counters, requests=requests, workload=workload
-        )
+        return RunRecord(config, caps, metrics, counters, requests, workload, hardware=hardware(caps["device"]))

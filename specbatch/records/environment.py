@@ -33,8 +33,10 @@ def _version(package: str) -> str | None:
         return None
 
 
-def hardware() -> dict[str, Any]:
-    """Processor, memory, NVIDIA driver and, where torch is already loaded and sees one, the GPU with its CUDA."""
+def hardware(device: str | None = None) -> dict[str, Any]:
+    """Processor, memory, NVIDIA driver and, where torch is already loaded and sees one, the GPU with its CUDA.
+
+    device: of the run, such as "cuda:1"; without a number the GPU is the current one."""
     import psutil
 
     found: dict[str, Any] = {
@@ -48,7 +50,8 @@ def hardware() -> dict[str, Any]:
     if torch is not None:
         found["torch_threads"] = torch.get_num_threads()
         if torch.cuda.is_available():
-            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            place = (device or "").partition("cuda:")[2]
+            properties = torch.cuda.get_device_properties(int(place) if place else torch.cuda.current_device())
             found["gpu"] = properties.name
             found["gpu_id"] = sha256(str(properties.uuid).encode()).hexdigest()[:8]
             found["gpu_memory_gib"] = round(properties.total_memory / 2**30, 1)

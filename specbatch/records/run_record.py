@@ -82,6 +82,11 @@ class RunRecord:
         return None if on_cpu else self.hardware.get("gpu")
 
     @property
+    def gpu_id(self) -> str | None:
+        """Of the GPU of the run; None where it is unknown."""
+        return None if self.gpu is None else self.hardware.get("gpu_id")
+
+    @property
     def processor(self) -> str:
         """The GPUs of the run, or the CPU with its number of cores."""
         if self.gpu is None:

@@ -234,6 +234,8 @@ def differences(pairs: Pairs) -> dict[str, list[str]]:
         started = [how_started(point.records[0]) for point in (before, after)]
         if all(started):  # earlier versions did not record it
             old, new = old | started[0], new | started[1]
+        if all(ids := [point.records[0].gpu_id for point in (before, after)]):
+            old, new = old | {"GPU": ids[0]}, new | {"GPU": ids[1]}
         for name in dict.fromkeys([*old, *new]):
             if old.get(name) != new.get(name):
                 found.setdefault(name, {})[" -> ".join(shortened_pair(old.get(name), new.get(name)))] = None

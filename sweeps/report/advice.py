@@ -29,7 +29,7 @@ from specbatch.records.sweep_plan import point_of
 from specbatch.records.verdicts import LOSES, ONE_REPEAT, PAYS, Speedup, speedup_of
 from specbatch.sweeps.report.engine_flags import Flags, flags_of
 from specbatch.sweeps.report.notes import notes
-from specbatch.sweeps.report.point_notes import RANDOM_PROMPTS
+from specbatch.sweeps.report.point_notes import OTHER_MACHINE, RANDOM_PROMPTS
 from specbatch.sweeps.report.points import bases, gains_of, points_of, speedups_of
 from specbatch.sweeps.report.tables import table
 from specbatch.sweeps.workload.settings import RANDOM
@@ -46,6 +46,7 @@ _WARNINGS = (
     "FAILED",
     "UNFINISHED",
     "SPECULATES",
+    OTHER_MACHINE,
     RANDOM_PROMPTS,
 )
 _NOT_OF_TEXT = "how many drafts are accepted after them says nothing about text: use prompts of your application"

@@ -73,7 +73,7 @@ def notes(
     found += [*failed(records), *no_replays(finished)]
     for record in finished:
         found += of_record(record)
-    found += [*left_out(records), *mixed_rounds(finished)]
+    found += [*left_out(records), *mixed_rounds(records)]
     if "step_s" in shown:
         found += short_runs(finished)
     found += [*limits_changed(finished), *_cached(points), *_cached_states(finished), *_few_requests(points, shown)]

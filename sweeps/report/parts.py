@@ -12,7 +12,7 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from specbatch.records.verdicts import Speedup
 from specbatch.sweeps.report.acceptance import AcceptChange, accept_change
 from specbatch.sweeps.report.across import across_markdown
 from specbatch.sweeps.report.heading import about, heading
-from specbatch.sweeps.report.point_notes import failed, left_out, simulated
+from specbatch.sweeps.report.point_notes import failed, left_out, mixed_rounds, simulated
 from specbatch.sweeps.report.points import POINT, SWEEP, bases, gains_of, load_records, points_of, speedups_of
 from specbatch.sweeps.report.sentences import DETECTABLE, share_text
 from specbatch.sweeps.report.tables import as_json, decision, table
@@ -205,7 +205,8 @@ def markdown(parts: Parts, rows: dict[str, Any], changes: list[PartAcceptance]) 
             body.append({parts.title: label, **dict(zip(headings, row, strict=True)), DETECTABLE: power})
         points |= {(label, *point): repeats for point, repeats in points_of(records).items()}
         failures += [
-            f"* FAILED: {parts.title} {label}: {note.text}\n" for note in (*failed(records), *left_out(records))
+            f"* {replace(note, text=f'{parts.title} {label}: {note.text}')}\n"
+            for note in (*failed(records), *left_out(records), *mixed_rounds(records))
         ]
     names = list(dict.fromkeys(name for row in body for name in row))
     if not any(row[DETECTABLE] != "-" for row in body):

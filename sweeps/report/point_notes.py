@@ -16,7 +16,8 @@ ERRORS_SHOWN = 3
 RANDOM_PROMPTS = "RANDOM PROMPTS"
 IMPROBABLE = 0.8  # of log(vocabulary), as a loss per token: tokens drawn at random have at least 1, text much less
 BUSY_CLIENT = 0.6  # of a core
-MACHINE = ("gpu", "gpu_id", "cpu", "cores")  # of a record's hardware: what tells one machine from another
+OTHER_MACHINE = "OTHER MACHINE"
+GPU, CPU = ("gpu", "gpu_id"), ("cpu", "cores")  # of a record's hardware: what tells one machine from another
 CHANGED = 1.03  # by which a limit of a GPU may differ between two measurements without a note
 STATES = (
     ("sm_clock_mhz", "clock", "MHz"),
@@ -125,21 +126,30 @@ def _heat(records: list[RunRecord]) -> str:
 
 
 def mixed_rounds(records: list[RunRecord]) -> Iterator[Note]:
-    """Rounds of which some points were measured on another machine, as of a sweep that was continued there."""
-    rounds: dict[tuple[int, int], dict[tuple[Any, ...], list[str]]] = {}
+    """Rounds of which some points were measured on another machine, as of a sweep that was continued there. What a
+    record does not say, such as one of an earlier version, does not differ."""
+    rounds: dict[tuple[int, int], list[RunRecord]] = {}
     for record in records:
-        work, machine = record.workload, tuple(record.hardware.get(name) for name in MACHINE)
-        names = rounds.setdefault((work["concurrency"], work["repeat"]), {}).setdefault(machine, [])
-        names.append(work["configuration"])
+        if not record.error:
+            rounds.setdefault((record.workload["concurrency"], record.workload["repeat"]), []).append(record)
     for (concurrency, repeat), found in rounds.items():
-        if len(found) > 1:
-            differ = [place for place, values in enumerate(zip(*found, strict=True)) if len(set(values)) > 1]
-            parts = "; ".join(
-                f"{listed(names)} with {', '.join(f'{MACHINE[place]} {machine[place]}' for place in differ)}"
-                for machine, names in found.items()
-            )
-            text = f"ratios at concurrency {concurrency}, repeat {repeat}, compare machines, too: {parts}"
-            yield Note(text, "OTHER MACHINE", "delete the points of this round and repeat the command")
+        machines = [_machine(record) for record in found]
+        differ = [name for name in (*GPU, *CPU) if len({one[name] for one in machines if name in one}) > 1]
+        if not differ:
+            continue
+        alike: dict[str, list[str]] = {}
+        for record, machine in zip(found, machines, strict=True):
+            text = ", ".join(f"{name} {machine.get(name, 'unknown')}" for name in differ)
+            alike.setdefault(text, []).append(record.workload["configuration"])
+        parts = "; ".join(f"{listed(names)} with {text}" for text, names in alike.items())
+        text = f"ratios at concurrency {concurrency}, repeat {repeat}, compare machines, too: {parts}"
+        yield Note(text, OTHER_MACHINE, "delete the points of this round and repeat the command")
+
+
+def _machine(record: RunRecord) -> dict[str, Any]:
+    """What the record knows of its machine; of a run on a CPU no GPU."""
+    names = CPU if record.gpu is None else (*GPU, *CPU)
+    return {name: value for name in names if (value := record.hardware.get(name)) is not None}
 
 
 def of_record(record: RunRecord) -> Iterator[Note]:

@@ -40,9 +40,9 @@ def lines_of(work: dict[str, Any]) -> dict[str, str]:
 
 
 def sources_text(sources: list[str]) -> str:
-    """How many prompts end in files of which folder: "12 prompts, by what they end in: asyncio 3, email 2, ..."."""
+    """How many prompts end in files of which folder: "12 prompts, by what they end in: asyncio (3), email, ..."."""
     counts = Counter(source.partition("/")[0] if "/" in source else source.partition(" ")[0] for source in sources)
-    named = ", ".join(name if number == 1 else f"{name} {number}" for name, number in counts.most_common())
+    named = ", ".join(name if number == 1 else f"{name} ({number})" for name, number in counts.most_common())
     return f"{len(sources)} prompts, by what they end in: {named}"
 
 

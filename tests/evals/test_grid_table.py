@@ -23,6 +23,8 @@ def made(right: str, config: EngineConfig | None = None) -> EvalReport:
 
 def grid(*reports: EvalReport) -> Grid:
     """One repeat of each configuration."""
+    for name, report in zip(CONFIGS, reports, strict=True):
+        report.record.workload |= {"configuration": name, "concurrency": 4, "repeat": 1}
     return grid_of({(4, name): [one] for name, one in zip(CONFIGS, reports, strict=True)}, CONFIGS, {}, 1)
 
 
@@ -33,6 +35,7 @@ def test_repeats_that_failed_are_left_out_by_name() -> None:
         for speed in speeds:
             report = made("1101")
             report.record.metrics["output_throughput"] = speed
+            report.record.workload |= {"configuration": name, "concurrency": 4, "repeat": 1}
             if not speed:
                 report.record.metrics["requests"] = 0
                 report.record.counters["errors"] = {"down": 4}
@@ -42,6 +45,14 @@ def test_repeats_that_failed_are_left_out_by_name() -> None:
     assert found.left_out == {"v1 at concurrency 4, repeat 2 of 2": "every request failed: down (4)"}
     assert [row.get("speedup") for row in found.rows()] == [None, 1.5]
     assert "1 of 2" in found.table()
+
+
+def test_a_round_of_two_machines_is_named() -> None:
+    one, other = made("11"), made("11")
+    assert "OTHER MACHINE" not in grid(one, other).table()
+    other.record.hardware["cpu"] = "slide rule"
+    text = "compare machines, too: baseline with cpu abacus; v1 with cpu slide rule"
+    assert f" Note: OTHER MACHINE: ratios at concurrency 4, repeat 1, {text}" in grid(one, other).table()
 
 
 def test_settings_that_differ_are_named() -> None:

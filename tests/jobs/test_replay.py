@@ -138,6 +138,7 @@ def test_script_writes_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (tmp_path / "packages" / name).mkdir(parents=True)
         for number in range(count):
             (tmp_path / "packages" / name / f"f{number}.py").write_text(f"value = {number}\n" * 60)
+    (tmp_path / "packages/first/e.py").symlink_to("missing.py")
     out = tmp_path / "new/made.jsonl"
     script = Path(__file__).parents[2] / "docs/grids/agent_replay.py"
     monkeypatch.setattr(
@@ -163,3 +164,7 @@ def test_script_refuses_what_makes_no_conversation(
     assert ended.value.code == 2
     assert not out.exists()
     assert ("no such folder" if name == "missing" else "--turns") in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "packages"), "--conversations", "0"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(script), run_name="__main__")
+    assert "--conversations=0: must be at least 1" in capsys.readouterr().err

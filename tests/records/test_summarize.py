@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,16 @@ def test_environment_of_a_record() -> None:
     assert found["cores"] >= 1
     assert found["memory_gib"] > 0
     assert found["cpu"]
+
+
+def test_the_gpu_of_a_record_is_that_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    properties = [SimpleNamespace(name=name, uuid=name, total_memory=2**30) for name in ("first", "second")]
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda place: properties[place])
+    found = [hardware(device) for device in (None, "cpu", "cuda", "cuda:0", "cuda:1")]
+    assert [one["gpu"] for one in found] == ["first"] * 4 + ["second"]
+    assert len({one["gpu_id"] for one in found}) == 2
 
 
 @given(st.lists(st.floats(0.0, 30.0), min_size=1, max_size=200), st.floats(0.0, 5.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -46,13 +47,33 @@ def test_checkpoints_move_away_from_the_first(
 
 
 @pytest.mark.slow  # imports transformers
-@pytest.mark.parametrize("words", [["owner/name", "--out", "new"], [".", "--out", "."]])
-def test_a_model_that_is_no_folder_and_an_output_that_exists_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+def test_wrong_values_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert ended.value.code == 2
-    assert words[0 if words[0] != "." else 1] in capsys.readouterr().err
+    write_letters(Path("model"))
+    Path("two.jsonl").write_text('{"question": "1", "answer": "2"}\n' * 2)
+    shutil.copytree("model", "other")
+    Path("other/tokenizer.json").unlink()
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
+    wrong = {
+        "owner/name": "MODEL='owner/name': must be a folder",
+        "model --out .": "--out='.' exists",
+        "other": "tokenizer.json",
+        "model --steps 0,5,": "argument --steps: '0,5,': use numbers of steps",
+        "model --steps 5,-1": "argument --steps: '5,-1'",
+        "model --batch 0": "argument --batch: '0': use a number of 1 or more",
+        "model --lora 0": "argument --lora: '0'",
+        "model --lr -1": "argument --lr: '-1'",
+        "model --lr nan": "argument --lr: 'nan'",
+        "model --data two.jsonl": "--batch=16: there are 2 questions; use at most as many",
+        "model --lora 4": "--lora=4 needs peft: pip install peft",
+        "model --device abacus": "--device='abacus': ",
+    }
+    for words, message in wrong.items():
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *words.split(), *([] if "--out" in words else ["--out", "new"])])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        *_, last = capsys.readouterr().err.splitlines()
+        assert (ended.value.code, message in last) == (2, True), last
+        assert not Path("new").exists()

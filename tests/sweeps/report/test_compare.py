@@ -208,6 +208,17 @@ def test_other_differences_are_listed(tmp_path):
     assert "DIFFERENT HARDWARE" in result.markdown()
 
 
+def test_gpus_of_one_name_are_told_apart(tmp_path):
+    """By records that say which GPU they are of."""
+    records = {name: make_record([metrics_of()] * 12) for name in ("a", "b", "old")}
+    for name, one in records.items():
+        one.caps["device"] = "cuda:0"
+        one.hardware = {"gpu": "NVIDIA H200"} | ({} if name == "old" else {"gpu_id": name})
+    a, b, old = (saved(tmp_path / name, one) for name, one in records.items())
+    assert compare(a, b).differs["b"] == {"GPU": ["a -> b"]}
+    assert compare(a, old).differs["old"] == {}
+
+
 def test_long_differences_show_the_words_that_differ(tmp_path):
     before, after = (make_record([metrics_of()] * 12) for _ in range(2))
     for record, send in ((before, "ids"), (after, "text")):

@@ -193,6 +193,17 @@ def test_failures_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_plots")
+def test_rounds_of_two_machines_are_named(tmp_path: Path) -> None:
+    lengths(tmp_path)
+    assert "OTHER MACHINE" not in write_parts(tmp_path)[0]
+    path = tmp_path / "b/ngram/c2/r2/record.json"
+    made = json.loads(path.read_text())
+    path.write_text(json.dumps(made | {"hardware": {"cpu": "slide rule", "cores": 2}}))
+    note = "* OTHER MACHINE: input tokens 1024: ratios at concurrency 2, repeat 2, compare machines, too: "
+    assert f"{note}baseline with cpu abacus; ngram with cpu slide rule; delete the points" in write_parts(tmp_path)[0]
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_what_was_simulated_is_said_below_the_common_table(tmp_path: Path) -> None:
     lengths(tmp_path)
     assert "SIMULATED" not in write_parts(tmp_path)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -64,15 +65,29 @@ def test_rounds_of_two_machines_are_named():
     for one in records:
         other = one.workload["repeat"] == 3 or (one.workload["repeat"] == 2 and one.workload["configuration"] != "v1")
         one.hardware = {"gpu": "NVIDIA H200", "gpu_id": "22" if other else "11", "cpu": "abacus", "cores": 2}
+        one.caps["device"] = "cuda:0"
     text = text_of(records)
     assert text.count("OTHER MACHINE") == 1
     assert (
         "* OTHER MACHINE: ratios at concurrency 4, repeat 2, compare machines, too: baseline and v2 with gpu_id 22; "
         "v1 with gpu_id 11; delete the points of this round and repeat the command\n" in text
     )
-    for one in records:
-        del one.hardware["gpu_id"]  # of an earlier version
+    others = [{"gpu": "NVIDIA H200"}, {"gpu": "NVIDIA H200", "gpu_id": "11"}, {"cpu": "abacus"}]
+    for hardware, one in zip(itertools.cycle(others), records, strict=False):
+        one.hardware = hardware  # an earlier version does not say which GPU, a client not even whether there is one
     assert "OTHER MACHINE" not in text_of(records)
+
+
+def test_the_gpu_of_a_machine_does_not_tell_runs_on_its_cpu_apart():
+    records = [record(name, 1, 10.0) for name in ("baseline", "v1", "v2")]
+    for number, one in enumerate(records):
+        one.hardware = {"gpu": "NVIDIA H200", "gpu_id": str(number), "cpu": "abacus", "cores": 2}
+        one.caps["device"] = "cpu"
+    assert "OTHER MACHINE" not in text_of(records)
+    records[1].workload["error"], records[1].hardware = "no memory", {"cpu": "slide rule"}
+    assert "OTHER MACHINE" not in text_of(records)
+    records[2].hardware = {"cpu": "slide rule", "cores": 2}
+    assert "baseline with cpu abacus; v2 with cpu slide rule" in text_of(records)
 
 
 def test_repeated_prompts_are_noted():
