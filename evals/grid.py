@@ -170,7 +170,7 @@ class Evaluation:
             key = self.requests(concurrency), engine.caps["max_model_len"]
             if key not in self._fit:
                 self._at(concurrency).check_lengths(engine)
-            self._fit.add(key)
+                self._fit.add(key)
 
     def warm_up(self, engine: InferenceEngine, concurrency: int) -> None:
         """Answer a few questions, on a GPU a full batch and one more."""

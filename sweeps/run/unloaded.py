@@ -99,8 +99,9 @@ def check_early(
         for name, engine in engines.items():
             with noted(held, name, causes):
                 ready.check(name, engine, at)
-            with noted(never, name):
-                ready.check(name, engine, min(workload.concurrency))
+            if name in held:  # fewer requests, with some of the same prompts, may fit
+                with noted(never, name):
+                    ready.check(name, engine, min(workload.concurrency))
         if engines.keys() <= held.keys():
             raise causes[0]
         unable = {name: never[name] for name in unable if name in never}
